@@ -1,0 +1,60 @@
+"""One attention entry for trainer and engine: the layout that travels with a forward call does the attending.
+
+Trainer and embedded engine share one model object, perhaps on two threads at once, so nothing about a pass may live
+in the model. Each pass hands its own layout through the model's keyword arguments::
+
+    model(input_ids=ids, position_ids=positions, layout=PackedLayout(...), use_cache=False)
+
+and every attention layer calls ``layout.attend(module, query, key, value, scaling)``.
+
+Legend: B batch, H query heads, K key-value heads, T tokens of this pass, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+ATTENTION_NAME = "headrace"
+
+
+class AttentionLayout(Protocol):
+    """Who attends to whom in one pass."""
+
+    def attend(
+        self, module: torch.nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float
+    ) -> Tensor:
+        """Returns [B, T, H, D]. ``module.layer_idx`` tells which layer asks."""
+        ...
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    layout: AttentionLayout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if layout is None:
+        raise ValueError(
+            f"a model with attention '{ATTENTION_NAME}' was called without layout=...; "
+            "every pass must say which tokens see each other"
+        )
+    return layout.attend(module, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Layouts build their own masks, so transformers must not build one."""
+    return None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

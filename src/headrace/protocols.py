@@ -1,0 +1,286 @@
+"""The interfaces between rooms. Rooms of one layer meet here and are wired in ``loop.py``.
+
+Everything here is a structural type: a third party's class needs the methods, not the base class.
+No torch at import time; tensors appear in annotations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from headrace.types import (
+    Episode,
+    Generation,
+    GenerationRequest,
+    Group,
+    Message,
+    PolicyVersion,
+    RolloutBatch,
+    Sample,
+    ScoreResult,
+    Task,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Clock(Protocol):
+    """Monotonic seconds. Injected everywhere, so that tests never sleep."""
+
+    def __call__(self) -> float: ...
+
+
+# ---------------------------------------------------------------------------------------------- engines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can promise; checked against the configuration before work starts."""
+
+    logprobs: bool = True
+    """Returns the log-probability of each sampled id under the distribution actually sampled from."""
+    kept_ids: bool = False
+    """Returns the kept-id sets of truncated sampling, so that the trainer can score the same distribution."""
+    version_spans: bool = True
+    in_flight_updates: bool = False
+    """Weights may change between two decode steps of one request."""
+    max_context: int = 0
+    """Prompt plus reply, in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since start; rates are differences of two snapshots."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_generated_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_cached_prefix_tokens: int = 0
+    """Prompt tokens whose prefill was shared or found in the prefix cache."""
+    num_decode_steps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """New weights for an engine. ``tensors`` is None where the engine shares the trainer's storage."""
+
+    version: PolicyVersion
+    tensors: Mapping[str, Tensor] | None = None
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A policy engine: ids in, ids out. All waits are the caller's to bound (I19)."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The version that the next decode step will use."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample a reply. Returns the partial reply with finish reason 'abort' after :meth:`abort`."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End one request now; its ``generate`` returns what it has. Unknown ids are ignored."""
+        ...
+
+    async def pause(self, mode: Literal["keep", "abort"]) -> None:
+        """Return once no decode step runs. ``keep`` holds running requests, ``abort`` ends them."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Switch to ``update.version``; the engine must be paused. Running requests go on under the engine's
+        ``kv_policy`` (keep or recompute); prefix caches of older versions are dropped."""
+        ...
+
+    async def healthy(self) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def weight_checksums(self) -> Mapping[str, str]:
+        """Name -> checksum of the weights that the next decode step will use (I6)."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+# ------------------------------------------------------------------------------- tasks and environments
+
+
+class Renderer(Protocol):
+    """Messages to ids and back, by the model's own chat template. Text never becomes a control id (I3)."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every id that ends a turn."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Prompt ids, generation prompt included."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Reply text without control ids."""
+        ...
+
+
+class TaskSource(Protocol):
+    """A finite, indexable set of tasks; order and epochs are the control room's business."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any task changes; a resumed run must find the same."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Task: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the policy sees next. ``done`` ends the episode after this observation."""
+
+    messages: tuple[Message, ...]
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Single use: one reset, then steps until done. Gymnasium's words, made async."""
+
+    async def reset(self, task: Task, seed: int) -> Observation: ...
+
+    async def step(self, action: str) -> Observation: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Judges an episode. Errors come back as ScoreError, never as a value (I14)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def value_range(self) -> tuple[float, float]:
+        """Declared range of ``Score.value``, bounds included."""
+        ...
+
+    async def score(self, episode: Episode) -> ScoreResult: ...
+
+    async def score_group(self, group: Group) -> list[ScoreResult]: ...
+
+    async def close(self) -> None: ...
+
+
+# ------------------------------------------------------------------------------- algorithms and trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmNeeds:
+    """What the trainer must compute for an algorithm besides log-probabilities."""
+
+    reference: bool = False
+    proximal: bool = False
+    """Proximal log-probabilities as a separate pass even when a batch makes one optimizer step."""
+    entropy: bool = False
+    """Differentiable entropy per token."""
+
+
+class Algorithm(Protocol):
+    """Turns scores into advantages and a loss. It never sees the model; the trainer never sees its name."""
+
+    @property
+    def needs(self) -> AlgorithmNeeds: ...
+
+    @property
+    def zero_advantage_means_zero_gradient(self) -> bool:
+        """True where a sample whose advantages are all exactly 0 provably adds nothing to the gradient
+        (no KL, entropy or auxiliary term), so that its backward pass may be skipped."""
+        ...
+
+    def keep_group(self, group: Group) -> bool:
+        """Dynamic sampling: False for groups that are filtered out and replaced."""
+        ...
+
+    def shape_rewards(self, batch: RolloutBatch) -> list[float]:
+        """Reward of each sample after shaping (overlong penalty and the like), in sample order."""
+        ...
+
+    def advantage(
+        self,
+        batch: RolloutBatch,
+        *,
+        proximal_logprobs: Sequence[Tensor] | None = None,
+        reference_logprobs: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Per-token advantages: for each sample a float32 tensor [T], 0 where the mask is 0."""
+        ...
+
+    def loss(self, logprobs_N: Tensor, fields: Any) -> Any:
+        """(per-token loss [N], denominator): see ``headrace.algorithms.fields`` for the field types. The
+        trainer minimises sum(per-token loss) / denominator, with one denominator for the whole minibatch."""
+        ...
+
+
+class Trainer(Protocol):
+    """The four verbs, plus forward, save and restore. Blocking: the loop calls it on the trainer's own thread."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        ...
+
+    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[Tensor]:
+        """Log-probabilities of ``samples``, each [T] in float32, 0 where the mask is 0. No gradient."""
+        ...
+
+    def forward_backward(self, minibatch: Any, algorithm: Algorithm) -> dict[str, float]:
+        """Add the gradient of one minibatch (``headrace.algorithms.fields.Minibatch``); returns metrics."""
+        ...
+
+    def optim_step(self) -> dict[str, float]:
+        """One optimizer step from the gathered gradient, then clear it. Non-finite gradients raise (I13)."""
+        ...
+
+    def publish(self) -> WeightUpdate:
+        """The next policy version, checked to be finite (I13)."""
+        ...
+
+    def save(self, path: Path) -> None: ...
+
+    def restore(self, path: Path) -> None: ...
+
+
+# -------------------------------------------------------------------------------------------- monitoring
+
+
+class Sink(Protocol):
+    """Where metrics also go. A sink that cannot start raises in its constructor; later failures are caught,
+    counted and shown by the fan-out, and never stop training."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
