@@ -1,0 +1,19 @@
+"""Errors that a person can mend: the command prints their message alone, without a traceback, and exits with 2.
+
+Everything else that is raised is a defect of ours and keeps its traceback. Rooms derive their own errors from
+:class:`HeadraceError`; a message says what was wrong, where, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of all errors whose message is meant for the user."""
+
+
+class ConfigError(HeadraceError):
+    """The run's configuration cannot be used. ``problems`` holds one complete sentence for each thing to mend."""
+
+    def __init__(self, message: str, *, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems or (message,)
