@@ -1,0 +1,128 @@
+"""Small random models and a character-level tokenizer, for tests, examples and learning fixtures.
+
+They need no network and no files: everything is built from a seed. A model of the default shape has about 134
+thousand parameters (D=64, 2 layers, 4 heads, tied head) and learns small tasks on one CPU core in seconds.
+
+Example::
+
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer), seed=0)
+    folder = save_tiny(tmp_path / "tiny", seed=0)          # the same two as a Hugging Face folder
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from headrace.model.attention import ATTENTION_NAME
+
+PAD, BOS, EOS, UNK, END = "<pad>", "<bos>", "<eos>", "<unk>", "<|end|>"
+ROLES = ("system", "user", "assistant", "tool")
+SPECIAL_TOKENS = (PAD, BOS, EOS, UNK, END, *(f"<|{role}|>" for role in ROLES))
+
+ALPHABET = string.ascii_letters + string.digits + string.punctuation + " \n"
+"""All printable ASCII characters."""
+SMALL_ALPHABET = string.ascii_lowercase + string.digits + " =\n"
+"""39 characters: with the nine special tokens a vocabulary of 48, as in the string-reversal fixture."""
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
+    """One id per character of ``alphabet``, after nine special tokens (ids 0 to 8: pad, bos, eos, unk, end of turn,
+    and one for each role). A message renders as ``<|role|>content<|end|>``, after one ``<bos>``; any other character
+    becomes ``<unk>``. ``<|end|>`` ends a turn, ``<eos>`` a text.
+    """
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *dict.fromkeys(alphabet)))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.add_special_tokens({"additional_special_tokens": [t for t in SPECIAL_TOKENS if t not in (PAD, BOS, EOS, UNK)]})
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_model(
+    architecture: Literal["llama", "qwen3"] = "llama",
+    *,
+    vocab_size: int | None = None,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int | None = None,
+    max_context: int = 512,
+    tied: bool = True,
+    initializer_range: float = 0.02,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> PreTrainedModel:
+    """A random causal language model whose attention is headrace's, with weights that depend on ``seed`` alone.
+
+    ``vocab_size`` defaults to that of :func:`tiny_tokenizer`; ``num_kv_heads`` to ``num_heads`` (smaller means
+    grouped-query attention); further keywords go into the transformers configuration. Raise ``initializer_range``
+    (to 0.2, say) where a test needs logits that are far from uniform.
+    """
+    shape = {
+        "vocab_size": len(tiny_tokenizer()) if vocab_size is None else vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads or num_heads,
+        "head_dim": hidden_size // num_heads,
+        "max_position_embeddings": max_context,
+        "tie_word_embeddings": tied,
+        "initializer_range": initializer_range,
+        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        "bos_token_id": SPECIAL_TOKENS.index(BOS),
+        "eos_token_id": SPECIAL_TOKENS.index(EOS),
+    }
+    make_config = LlamaConfig if architecture == "llama" else Qwen3Config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            make_config(**{**shape, **config}), attn_implementation=ATTENTION_NAME
+        )
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=SPECIAL_TOKENS.index(BOS),
+        eos_token_id=[SPECIAL_TOKENS.index(EOS), SPECIAL_TOKENS.index(END)],
+        pad_token_id=SPECIAL_TOKENS.index(PAD),
+    )
+    model.to(dtype).eval()  # type: ignore[arg-type]
+    return model
+
+
+def save_tiny(path: Path, *, alphabet: str = ALPHABET, **model_options: Any) -> Path:
+    """Write a tiny model and its tokenizer as a Hugging Face folder at ``path``, and return ``path``.
+
+    ``model_options`` go to :func:`tiny_model`.
+    """
+    tokenizer = tiny_tokenizer(alphabet)
+    tiny_model(**{"vocab_size": len(tokenizer), **model_options}).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
