@@ -91,6 +91,11 @@ class Engine(Protocol):
         """Sample a reply. Returns the partial reply with finish reason 'abort' after :meth:`abort`."""
         ...
 
+    async def probe(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate these alone, also while paused: no other request advances. For the canary (I6), which must
+        prove new weights before anything else is served by them. Prefix caches are used and filled as usual."""
+        ...
+
     async def abort(self, request_id: str) -> None:
         """End one request now; its ``generate`` returns what it has. Unknown ids are ignored."""
         ...

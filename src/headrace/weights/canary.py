@@ -1,0 +1,112 @@
+"""I6: after each sync, prove that the engine serves the trainer's weights.
+
+A fixed probe prompt is generated twice, with a cold prefix cache (a salt never used before) and, after it, with a
+warm one; the trainer scores what was sampled. All three must agree within the band, or the run stops and names what
+differs: the tensors whose checksums differ, or, where all agree, the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.errors import HeadraceError
+from headrace.protocols import Engine
+from headrace.types import AttemptKey, Generation, GenerationRequest, PolicyVersion, Sample, Sampling
+
+NUM_PROBE_TOKENS = 3
+
+
+class SyncError(HeadraceError):
+    """The engine does not serve what the trainer published."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryResult:
+    version: PolicyVersion
+    max_gap: float
+    """Largest |log-probability of engine - of trainer| over the probe tokens, cold and warm."""
+    num_tokens: int
+
+
+ScoreSamples = Callable[[Sequence[Sample]], Awaitable[Sequence[Sequence[float]]]]
+"""The trainer's forward pass: log-probabilities per sample, each as long as its ids."""
+
+
+class Canary:
+    """Probes one engine. ``prompt_ids`` are fixed for the run."""
+
+    def __init__(self, engine: Engine, score: ScoreSamples, prompt_ids: Sequence[int], *, bound: float) -> None:
+        self._engine = engine
+        self._score = score
+        self._prompt_ids = tuple(prompt_ids)
+        self._bound = bound
+        self._num_probes = 0
+
+    async def prove(self, version: PolicyVersion, trainer_checksums: Callable[[], Mapping[str, str]]) -> CanaryResult:
+        """Raises SyncError, naming what differs, unless engine and trainer agree. The engine may be paused:
+        probes run alone, so that no other request is served by weights that are not proved."""
+        if self._engine.version != version:
+            raise SyncError(
+                f"canary: the engine says it serves version {self._engine.version}, the trainer published {version}"
+            )
+        self._num_probes += 1
+        salt = f"canary-{version}-{self._num_probes}"
+        cold = (await self._engine.probe([self._request("cold", salt)]))[0]
+        warm = (await self._engine.probe([self._request("warm", salt)]))[0]
+        generations = {"cold": cold, "warm": warm}
+        scored = await self._score([self._sample(name, g) for name, g in generations.items()])
+        gaps = {
+            name: self._gap(generation, logprobs[len(self._prompt_ids) :])
+            for (name, generation), logprobs in zip(generations.items(), scored, strict=True)
+        }
+        if not all(gap <= self._bound for gap in gaps.values()):
+            raise SyncError(self._explain(version, gaps, trainer_checksums()))
+        return CanaryResult(
+            version=version, max_gap=max(gaps.values()), num_tokens=sum(len(g.ids) for g in generations.values())
+        )
+
+    def _request(self, name: str, salt: str) -> GenerationRequest:
+        return GenerationRequest(
+            id=f"{salt}-{name}",
+            prompt_ids=self._prompt_ids,
+            sampling=Sampling(max_new_tokens=NUM_PROBE_TOKENS),
+            seed=self._num_probes,
+            cache_salt=salt,
+        )
+
+    def _sample(self, name: str, generation: Generation) -> Sample:
+        num_prompt = len(self._prompt_ids)
+        return Sample(
+            id=f"canary/{name}",
+            key=AttemptKey(0, 0 if name == "cold" else 1),
+            ids=self._prompt_ids + generation.ids,
+            mask=(0,) * num_prompt + (1,) * len(generation.ids),
+            prefix_length=num_prompt,
+            prefix_key="canary",
+            behaviour_logprobs=(0.0,) * num_prompt + generation.logprobs,
+            versions=(None,) * num_prompt
+            + tuple(span.version for span in generation.version_spans for _ in range(span.start, span.end)),
+        )
+
+    @staticmethod
+    def _gap(generation: Generation, trainer_logprobs: Sequence[float]) -> float:
+        gaps = [abs(a - b) for a, b in zip(generation.logprobs, trainer_logprobs, strict=True)]
+        return math.inf if any(math.isnan(gap) for gap in gaps) else max(gaps)
+
+    def _explain(self, version: PolicyVersion, gaps: Mapping[str, float], trainer: Mapping[str, str]) -> str:
+        engine = self._engine.weight_checksums()
+        differing = sorted(name for name in trainer.keys() | engine.keys() if trainer.get(name) != engine.get(name))
+        if differing:
+            cause = "these tensors differ between trainer and engine: " + ", ".join(differing[:8])
+            cause += f" and {len(differing) - 8} more" if len(differing) > 8 else ""
+        elif gaps["cold"] <= self._bound:
+            cause = "all tensors are equal and a cold prompt agrees: the engine's prefix cache outlived an update"
+        else:
+            cause = "all tensors are equal: the two compute different functions of them (dtype, attention, positions)"
+        return (
+            f"canary after publishing version {version}: engine and trainer log-probabilities differ by "
+            f"{gaps['cold']:.2e} (cold cache) and {gaps['warm']:.2e} (warm cache), allowed {self._bound:.0e}; {cause}. "
+            "Nothing was trained on it; resume from the last checkpoint once mended (I6)"
+        )
