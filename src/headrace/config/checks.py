@@ -1,0 +1,250 @@
+"""I20: an option that the user set and that has no effect in the chosen setting is an error at start.
+
+Also here: settings that contradict each other, so that a run ends before any work rather than during it. An option
+counts as set where the file or the command line states it, whatever its value. What only an algorithm can know about
+its own options is checked in the algorithms room; :class:`AlgorithmTraits` carries what is needed of it here.
+
+Not refused, on purpose: ``evaluation.every`` and ``checkpoint.every`` beyond ``trainer.num_batches``, so that a long
+run's file can be tried with ``--trainer.num_batches 2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headrace.config.load import config_error
+from headrace.config.schema import ArithmeticTasks, FileTasks, RunConfig, Section
+from headrace.protocols import EngineCapabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmTraits:
+    """What the checks must know of the algorithm that a preset resolves to."""
+
+    group_relative: bool
+    """Its advantage compares the members of a group, so that a group of one carries no signal."""
+    dynamic_sampling: bool
+    """Groups whose rewards are all equal are replaced."""
+
+
+def check_config(
+    config: RunConfig,
+    *,
+    engine_capabilities: EngineCapabilities | None = None,
+    algorithm: AlgorithmTraits | None = None,
+) -> None:
+    """Refuse options without effect and contradictions.
+
+    Checks that need to know the engine or the algorithm are left out where these are None.
+
+    Raises:
+        ConfigError: one sentence for each problem, naming the dotted key, its value and what to do.
+    """
+    problems = [problem for check in _CHECKS for problem in check(config)]
+    if algorithm is not None:
+        problems += _algorithm(config, algorithm)
+    if engine_capabilities is not None:
+        problems += _capabilities(config, engine_capabilities)
+    if problems:
+        raise config_error(problems)
+
+
+def _set(section: Section, *names: str) -> Iterator[str]:
+    """Those of ``names`` that the user set."""
+    return (name for name in names if name in section.model_fields_set)
+
+
+# --------------------------------------------------------------------------------------- rollout and engine
+
+
+def _synchronous(config: RunConfig) -> Iterator[str]:
+    if config.rollout.max_staleness > 0:
+        return
+    why = "rollout.max_staleness is 0, so no token is older than the weights it trains"
+    for name in _set(config.rollout, "on_overage"):
+        yield f"rollout.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
+    why = "rollout.max_staleness is 0, so weights never change while requests run"
+    for name in _set(config.engine, "kv_policy"):
+        yield f"engine.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
+    if config.engine.weights == "copy":
+        yield f'engine.weights = "copy" has no effect but memory: {why}; use "shared" or raise rollout.max_staleness'
+
+
+def _groups(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.min_group_size > rollout.group_size:
+        yield (
+            f"rollout.min_group_size = {rollout.min_group_size} is above rollout.group_size = {rollout.group_size}: "
+            "no group could ever be used; lower the one or raise the other"
+        )
+    if rollout.max_concurrent < rollout.group_size:
+        yield (
+            f"rollout.max_concurrent = {rollout.max_concurrent} is below rollout.group_size = {rollout.group_size}: "
+            "one group would not fit; raise max_concurrent"
+        )
+    if rollout.on_failure != "refill":
+        for name in _set(rollout, "max_retries"):
+            yield f'rollout.{name} has no effect: rollout.on_failure = "{rollout.on_failure}" does not retry'
+    if rollout.on_failure == "discard":
+        for name in _set(rollout, "min_group_size"):
+            yield f'rollout.{name} has no effect: rollout.on_failure is "discard", so only full groups are used'
+    num_episodes = rollout.groups_per_batch * rollout.group_size
+    if config.trainer.num_minibatches > num_episodes:
+        yield (
+            f"trainer.num_minibatches = {config.trainer.num_minibatches} is above the {num_episodes} episodes of a "
+            "rollout batch (rollout.groups_per_batch x rollout.group_size): some optimizer steps would be empty"
+        )
+    if rollout.generation_deadline_s > rollout.episode_deadline_s:
+        for name in _set(rollout, "generation_deadline_s"):
+            yield (
+                f"rollout.{name} = {rollout.generation_deadline_s} has no effect: rollout.episode_deadline_s = "
+                f"{rollout.episode_deadline_s} ends the episode first"
+            )
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    sampling, engine = config.sampling, config.engine
+    truncation = _truncation(config)
+    if truncation and not engine.carry_kept_ids:
+        yield (
+            f"sampling.{truncation} with engine.carry_kept_ids = false: without the kept ids the trainer would score "
+            "another distribution than was sampled from, and importance ratios would be wrong; set carry_kept_ids = "
+            "true, or turn truncation off (top_p = 1, top_k = 0)"
+        )
+    if not truncation:
+        for name in _set(engine, "carry_kept_ids"):
+            yield f"engine.{name} has no effect: sampling is not truncated (top_p = 1, top_k = 0)"
+    if "" in sampling.stop_strings:
+        yield 'sampling.stop_strings holds "", which would end every reply at once; remove it'
+    if engine.max_context is not None and sampling.max_new_tokens >= engine.max_context:
+        yield _no_room("engine.max_context", engine.max_context, sampling.max_new_tokens)
+
+
+def _truncation(config: RunConfig) -> str:
+    """The truncating option as ``top_p = 0.9``, or the empty text where all ids can be sampled."""
+    sampling = config.sampling
+    return f"top_p = {sampling.top_p}" if sampling.top_p < 1 else f"top_k = {sampling.top_k}" if sampling.top_k else ""
+
+
+def _no_room(name: str, limit: int, max_new_tokens: int) -> str:
+    return (
+        f"sampling.max_new_tokens = {max_new_tokens} leaves no room for a prompt: {name} is {limit} tokens, prompt and "
+        "reply together; lower max_new_tokens"
+    )
+
+
+# --------------------------------------------------------------------------------------- tasks and rewards
+
+
+def _tasks(config: RunConfig) -> Iterator[str]:
+    tasks = config.tasks
+    if isinstance(tasks, ArithmeticTasks):
+        if tasks.min_operand > tasks.max_operand:
+            yield f"tasks.min_operand = {tasks.min_operand} is above tasks.max_operand = {tasks.max_operand}"
+        elif tasks.min_operand == tasks.max_operand:
+            yield (
+                f"tasks.min_operand and tasks.max_operand are both {tasks.min_operand}: one problem cannot be split "
+                "into train and held out; widen the range"
+            )
+    if isinstance(tasks, FileTasks):
+        if tasks.held_out_path is not None and tasks.held_out_fraction is not None:
+            yield (
+                "tasks.held_out_path and tasks.held_out_fraction are both set: the held-out tasks come from one "
+                "of them; remove the other"
+            )
+        if _evaluates(config) and tasks.held_out_path is None and tasks.held_out_fraction is None:
+            yield (
+                "evaluation is on, but there are no held-out tasks: set tasks.held_out_path or "
+                "tasks.held_out_fraction, or turn evaluation off"
+            )
+
+
+def _rewards(config: RunConfig) -> Iterator[str]:
+    if all(reward.weight == 0 for reward in config.rewards):
+        yield "rewards: every weight is 0, so that all rewards are equal and nothing is learned; give one a weight"
+
+
+# ------------------------------------------------------------------------- training, evaluation, monitoring
+
+
+def _training(config: RunConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.schedule.type == "constant":
+        for name in _set(trainer.schedule, "final_fraction"):
+            yield f'trainer.schedule.{name} has no effect: trainer.schedule.type is "constant"; use linear or cosine'
+    num_steps = trainer.num_batches * trainer.num_epochs * trainer.num_minibatches
+    if trainer.schedule.warmup_steps >= num_steps:
+        yield (
+            f"trainer.schedule.warmup_steps = {trainer.schedule.warmup_steps}, but the run has {num_steps} optimizer "
+            "steps (num_batches x num_epochs x num_minibatches): the full learning rate would never be reached"
+        )
+    other = "bfloat16" if config.model.dtype == "float32" else "float32"
+    for name in _set(config.guards, f"max_ratio_error_{other}"):
+        yield f'guards.{name} has no effect: model.dtype is "{config.model.dtype}"'
+
+
+def _evaluates(config: RunConfig) -> bool:
+    return config.evaluation.every > 0 or config.evaluation.at_start or config.evaluation.at_end
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    if not _evaluates(config):
+        for name in _set(config.evaluation, "num_tasks", "num_samples", "greedy", "deadline_s"):
+            yield (
+                f"evaluation.{name} has no effect: evaluation is off; set evaluation.every, evaluation.at_start or "
+                "evaluation.at_end"
+            )
+
+
+def _monitor(config: RunConfig) -> Iterator[str]:
+    monitor = config.monitor
+    for sink in monitor.sink_options:
+        if sink not in monitor.sinks:
+            listed = ", ".join(monitor.sinks) or "empty"
+            yield f'monitor.sink_options.{sink} has no effect: "{sink}" is not in monitor.sinks ({listed})'
+    for sink in sorted({sink for sink in monitor.sinks if monitor.sinks.count(sink) > 1}):
+        yield f'monitor.sinks lists "{sink}" twice; once is enough'
+    if config.name in (".", ".."):
+        yield f'name = "{config.name}" would put the run outside its own folder; choose a name'
+
+
+_CHECKS = (_synchronous, _groups, _sampling, _tasks, _rewards, _training, _evaluation, _monitor)
+
+
+# ----------------------------------------------------------------- what the engine and the algorithm can do
+
+
+def _algorithm(config: RunConfig, algorithm: AlgorithmTraits) -> Iterator[str]:
+    if algorithm.group_relative and config.rollout.group_size == 1:
+        yield (
+            f"rollout.group_size = 1 with the group-relative advantages of algorithm '{config.algorithm.preset}': a "
+            "group of one is always equal to its own mean and learns nothing; use a group_size of 2 or more"
+        )
+    if not algorithm.dynamic_sampling:
+        for name in _set(config.rollout, "max_filter_factor"):
+            yield (
+                f"rollout.{name} has no effect: algorithm '{config.algorithm.preset}' does not filter groups; set "
+                "algorithm.dynamic_sampling = true or remove it"
+            )
+
+
+def _capabilities(config: RunConfig, engine: EngineCapabilities) -> Iterator[str]:
+    name = f"engine '{config.engine.type}'"
+    truncation = _truncation(config)
+    if not engine.logprobs:
+        yield f"{name} returns no log-probabilities, which every algorithm needs; choose another engine.type"
+    if truncation and config.engine.carry_kept_ids and not engine.kept_ids:
+        yield (
+            f"sampling.{truncation}: {name} cannot return the kept ids of truncated sampling, so that importance "
+            "ratios would compare two different distributions; set top_p = 1 and top_k = 0, or choose another engine"
+        )
+    if config.rollout.max_staleness > 0 and not (engine.in_flight_updates and engine.version_spans):
+        lack = (
+            "change weights while requests run"
+            if not engine.in_flight_updates
+            else "tell which version sampled a token"
+        )
+        yield f"rollout.max_staleness = {config.rollout.max_staleness}: {name} cannot {lack}; set it to 0"
+    if engine.max_context and config.sampling.max_new_tokens >= engine.max_context:
+        yield _no_room(f"the context of {name}", engine.max_context, config.sampling.max_new_tokens)
