@@ -29,7 +29,8 @@ def load_reference(reference: str, what: str) -> Any:
     except FileNotFoundError:
         raise ConfigError(f"{what} {reference!r}: there is no file {module_name}") from None
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{what} {reference!r}: {error}; is its package installed, or its folder on PYTHONPATH?") from error
+        hint = "is its package installed, or its folder on PYTHONPATH?"
+        raise ConfigError(f"{what} {reference!r}: {error}; {hint}") from error
     except Exception as error:
         raise ConfigError(f"{what} {reference!r}: importing it failed: {type(error).__name__}: {error}") from error
     try:
