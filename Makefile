@@ -1,0 +1,72 @@
+# Everything here sets itself up: each target first makes .venv (once; a stamp makes the second time instant).
+# ARGS passes more to the tool behind a target:  make test ARGS="-k ledger -x"
+
+PYTHON ?= python3
+VENV ?= .venv
+BENCH_VENV ?= .venv-bench
+ARGS ?=
+
+BIN := $(VENV)/bin
+SETUP_DONE := $(VENV)/.setup-done
+BENCH_DONE := $(BENCH_VENV)/.setup-done
+TORCH := $(shell grep '^torch==' constraints.txt)
+# What the tests and the quickstart use. The other extras (wandb, mlflow, vllm, ray) are larger than the rest together.
+EXTRAS := environments,smollm2,tensorboard,trackio,prometheus
+FAST_TESTS := tests/unit tests/parity tests/fault tests/learning
+# One thread per process: tests start processes of their own, and more threads than cores slow all of them down.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-bench quickstart test test-integration test-full check bench clean
+
+help:  ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
+
+setup: $(SETUP_DONE)  ## Make .venv with CPU-capable torch, headrace (editable) and the development tools
+
+# torch first and alone, then pinned on the second line too, so that nothing can move it.
+$(SETUP_DONE): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "headrace needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make setup PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e ".[$(EXTRAS)]" --group dev -c constraints.txt
+	@touch $@
+
+setup-bench: $(BENCH_DONE)  ## Make .venv-bench, where TRL lives
+
+$(BENCH_DONE): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install -q --upgrade "pip>=25.1"
+	$(BENCH_VENV)/bin/python -m pip install -q $(TORCH)
+	$(BENCH_VENV)/bin/python -m pip install -q --group bench -c constraints.txt
+	@touch $@
+
+quickstart: setup  ## Train SmolLM2-135M on one-digit multiplication; before and after on held-out problems
+	$(BIN)/headrace model fetch smollm2-135m
+	$(BIN)/python examples/quickstart/run.py $(ARGS)
+
+test: setup  ## Unit, parity, fault and learning tests, without the slow ones
+	$(PYTEST) $(FAST_TESTS) -m "not slow" $(ARGS)
+
+test-integration: setup  ## Whole runs with a real language model, and other packages
+	$(PYTEST) tests/integration -m "not slow" $(ARGS)
+
+test-full: setup  ## Every test, the slow ones too
+	$(PYTEST) tests $(ARGS)
+
+check: setup  ## Lint, format, strict types, and the rooms' import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: setup setup-bench  ## headrace against TRL, and the engine against generate(); writes JSON
+	$(BIN)/headrace model fetch smollm2-135m
+	$(BIN)/python benchmarks/engine.py $(ARGS)
+	$(BIN)/python benchmarks/versus_trl.py --trl-python $(BENCH_VENV)/bin/python $(ARGS)
+
+clean:  ## Remove the environments and caches (runs and models stay)
+	rm -rf $(VENV) $(BENCH_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
