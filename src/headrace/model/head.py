@@ -1,0 +1,55 @@
+"""The output head: hidden states to logits, as plain numbers that a chunked scorer can work with.
+
+Legend: V vocabulary, D model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace.errors import HeadraceError
+
+
+class HeadError(HeadraceError):
+    """A model whose output head headrace cannot compute by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """logits = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap); scale 1 and softcap None mean off."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def output_head(model: PreTrainedModel, vocab_size: int) -> OutputHead:
+    """The head of ``model``, cut to the tokenizer's ``vocab_size``: padding rows have no probability (F14).
+
+    Raises HeadError where the head is no plain linear layer. Tied heads give the embedding's own weight.
+    """
+    linear = model.get_output_embeddings()
+    if type(linear) is not torch.nn.Linear:
+        raise HeadError(
+            f"the output head of {type(model).__name__} is a {type(linear).__name__}, not a plain linear layer; "
+            "headrace computes logits in chunks by itself and cannot do that here (LoRA on the head is refused too)"
+        )
+    weight, bias = linear.weight, linear.bias
+    if vocab_size > weight.shape[0]:
+        raise HeadError(
+            f"the tokenizer has {vocab_size} ids but the model's head only {weight.shape[0]} rows; "
+            "they do not belong together"
+        )
+    if vocab_size < weight.shape[0]:
+        weight, bias = weight[:vocab_size], None if bias is None else bias[:vocab_size]
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    if divisor := getattr(config, "logits_scaling", None):
+        scale /= float(divisor)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return OutputHead(weight, bias, scale, float(softcap) if softcap else None)

@@ -1,0 +1,194 @@
+"""Samples to micro-batches to packed rows, without padding.
+
+* All samples of one episode are in one micro-batch (sequence-level losses need that).
+* Samples with one ``prefix_key`` are laid side by side, and their shared prompt is computed once.
+* A row ends, for each sample, just before its last trained token: that token is only ever predicted.
+
+Two samples, a prompt of three tokens and the trained tokens in capitals::
+
+    ids   p q r A B c D       row       p q r | A B c | E F        (D and G are predicted, never fed)
+          p q r E F G         position  0 1 2 | 3 4 5 | 3 4
+                              predicts  A,E from r (once); B from A; D from c; F from E; G from F
+
+Legend: T tokens of the row, U distinct predictors, N trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.model.layout import PackedLayout, TreeShape
+from headrace.types import AttemptKey, Sample
+
+IndexedSample = tuple[int, Sample]
+"""A sample and its place in the caller's list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """One micro-batch as a single row of tokens, and where its N trained tokens come from."""
+
+    samples: tuple[Sample, ...]
+    indices: tuple[int, ...]
+    """Place of each sample in the caller's list."""
+    ids_1T: Tensor
+    positions_1T: Tensor
+    layout: PackedLayout
+    predictor_U: Tensor
+    """Places in the row whose hidden state predicts a trained token; no place twice for one temperature."""
+    temperature_U: Tensor
+    row_N: Tensor
+    """For each trained token the index in [0, U) of its predictor."""
+    target_N: Tensor
+    """The trained ids."""
+    slot_N: Tensor
+    """Where the token stands in its sample."""
+    num_N: tuple[int, ...]
+    """Trained tokens of each sample; tokens are in sample order, then in order of their slots."""
+    kept_N: tuple[tuple[int, ...] | None, ...] | None
+    """Ids that could have been sampled, for truncated sampling; None where no token carries any."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids_1T.shape[1]
+
+    def gather(self, per_sample: Sequence[Tensor]) -> Tensor:
+        """[N]: the entries at trained tokens of a list of [T] tensors aligned with the caller's samples."""
+        slots = self.slot_N.split(self.num_N)
+        return torch.cat(
+            [per_sample[i].to(slot.device)[slot] for i, slot in zip(self.indices, slots, strict=True)]
+        )
+
+    def gather_field(self, name: str) -> Tensor:
+        """[N] float32: the entries at trained tokens of a per-token field of the samples."""
+        values: list[float] = []
+        for sample, slots in zip(self.samples, self.slot_N.split(self.num_N), strict=True):
+            field = getattr(sample, name)
+            values.extend(field[t] for t in slots.tolist())
+        return torch.tensor(values, dtype=torch.float32, device=self.slot_N.device)
+
+
+def input_length(sample: Sample) -> int:
+    """Tokens of a sample that a pass must compute: all before the last trained one."""
+    for t in range(len(sample.ids) - 1, 0, -1):
+        if sample.mask[t]:
+            return t
+    return 0
+
+
+def split_microbatches(
+    samples: Sequence[Sample], max_tokens: int, *, share_prompts: bool
+) -> list[list[IndexedSample]]:
+    """Micro-batches of at most ``max_tokens`` packed tokens; an episode that is longer gets one of its own.
+
+    Samples without trained tokens are left out. The same samples in the same order give the same micro-batches.
+    """
+    groups: dict[object, dict[AttemptKey, list[IndexedSample]]] = {}
+    group_of: dict[AttemptKey, object] = {}
+    for index, sample in enumerate(samples):
+        if not sample.num_trained:
+            continue
+        own = sample.prefix_key if share_prompts and sample.prefix_key else sample.key
+        group = group_of.setdefault(sample.key, own)
+        groups.setdefault(group, {}).setdefault(sample.key, []).append((index, sample))
+    batches: list[list[IndexedSample]] = [[]]
+    for episodes in groups.values():
+        whole = [item for episode in episodes.values() for item in episode]
+        if batches[-1] and _num_tokens(batches[-1] + whole, share_prompts) > max_tokens:
+            batches.append([])
+        for episode in episodes.values():
+            if batches[-1] and _num_tokens(batches[-1] + episode, share_prompts) > max_tokens:
+                batches.append([])
+            batches[-1].extend(episode)
+    return [batch for batch in batches if batch]
+
+
+def _num_tokens(items: Iterable[IndexedSample], share_prompts: bool) -> int:
+    return sum(shape.num_tokens for shape, _ in _trees(items, share_prompts))
+
+
+def _trees(items: Iterable[IndexedSample], share_prompts: bool) -> list[tuple[TreeShape, list[IndexedSample]]]:
+    """Samples by shared prompt, in order of first appearance, each with its tree's lengths."""
+    by_prompt: dict[object, list[IndexedSample]] = {}
+    for index, sample in items:
+        shared = share_prompts and sample.prefix_key and sample.prefix_length
+        key: object = (sample.prefix_key, sample.prefix_length) if shared else index
+        by_prompt.setdefault(key, []).append((index, sample))
+    trees: list[tuple[TreeShape, list[IndexedSample]]] = []
+    for members in by_prompt.values():
+        if len(members) == 1:
+            trees.append((TreeShape(0, (input_length(members[0][1]),)), members))
+            continue
+        prompt_length = members[0][1].prefix_length
+        prompt = members[0][1].ids[:prompt_length]
+        for _, sample in members:
+            if sample.ids[:prompt_length] != prompt:
+                raise ValueError(
+                    f"samples {members[0][1].id} and {sample.id} have the prefix key '{sample.prefix_key}' "
+                    f"but differ within their first {prompt_length} ids"
+                )
+        replies = tuple(input_length(sample) - prompt_length for _, sample in members)
+        trees.append((TreeShape(prompt_length, replies), members))
+    return trees
+
+
+def pack(
+    items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dtype, device: torch.device
+) -> PackedRow:
+    """Lay one micro-batch out. Every sample must have at least one trained token. ``dtype`` is the model's."""
+    trees = _trees(items, share_prompts)
+    ids: list[int] = []
+    positions: list[int] = []
+    places: dict[tuple[int, float], int] = {}
+    row: list[int] = []
+    target: list[int] = []
+    slot: list[int] = []
+    ordered = [member for _, members in trees for member in members]
+    for shape, members in trees:
+        prompt_length = shape.prompt_length
+        prompt_start = len(ids)
+        ids.extend(members[0][1].ids[:prompt_length])
+        positions.extend(range(prompt_length))
+        for _, sample in members:
+            reply_start = len(ids)
+            end = input_length(sample)
+            ids.extend(sample.ids[prompt_length:end])
+            positions.extend(range(prompt_length, end))
+            temperature = sample.temperature or 1.0  # greedy replies carry log-probabilities at temperature 1
+            for t, trained in enumerate(sample.mask):
+                if trained:
+                    place = prompt_start + t - 1 if t - 1 < prompt_length else reply_start + t - 1 - prompt_length
+                    row.append(places.setdefault((place, temperature), len(places)))
+                    target.append(sample.ids[t])
+                    slot.append(t)
+    return PackedRow(
+        samples=tuple(sample for _, sample in ordered),
+        indices=tuple(index for index, _ in ordered),
+        ids_1T=torch.tensor([ids], device=device),
+        positions_1T=torch.tensor([positions], device=device),
+        layout=PackedLayout([shape for shape, _ in trees], dtype, device),
+        predictor_U=torch.tensor([place for place, _ in places], device=device),
+        temperature_U=torch.tensor([t for _, t in places], dtype=torch.float64).to(_at_least_float32(dtype)).to(device),
+        row_N=torch.tensor(row, device=device),
+        target_N=torch.tensor(target, device=device),
+        slot_N=torch.tensor(slot, device=device),
+        num_N=tuple(sample.num_trained for _, sample in ordered),
+        kept_N=_kept_ids(ordered),
+    )
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _kept_ids(items: Iterable[IndexedSample]) -> tuple[tuple[int, ...] | None, ...] | None:
+    kept: list[tuple[int, ...] | None] = []
+    for _, sample in items:
+        for t, trained in enumerate(sample.mask):
+            if trained:
+                kept.append(None if sample.kept_ids is None else sample.kept_ids[t])
+    return tuple(kept) if any(k is not None for k in kept) else None
