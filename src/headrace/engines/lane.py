@@ -1,0 +1,71 @@
+"""A lane: the queue and the rows of one running batch. Belongs to the event loop; no tensors are touched here.
+
+The engine has one lane for its requests and makes another, with a store of its own, for each probe, so that probes
+run while the engine's rows are held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from headrace.engines.compute import Admission, DecodeRow, Move
+from headrace.engines.kv import RowStore
+from headrace.engines.request import Running
+from headrace.types import GenerationRequest
+
+
+@dataclass(slots=True)
+class Lane:
+    """First in, first out. Row ``i`` of ``store`` is ``running[i]``'s."""
+
+    max_batch_size: int
+    prompt_key: Callable[[GenerationRequest], Hashable]
+    """Requests with equal keys share a prefill."""
+    store: RowStore = field(default_factory=RowStore)
+    waiting: deque[Running] = field(default_factory=deque)
+    running: list[Running] = field(default_factory=list)
+    kv_is_stale: bool = False
+    """The rows' keys and values are older weights' and must be computed anew before the next decode step."""
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not w.future.done() for w in self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return sum(not r.future.done() for r in self.running)
+
+    def compact(self) -> list[Move]:
+        """Drop ended requests; the last rows fill the holes, so no compute is spent on them. Returns the copies."""
+        self.waiting = deque(w for w in self.waiting if not w.future.done())
+        moves: list[Move] = []
+        row = 0
+        while row < len(self.running):
+            if not self.running[row].future.done():
+                row += 1
+                continue
+            last = self.running.pop()
+            if row < len(self.running):
+                self.running[row] = last
+                if not last.future.done():
+                    moves.append(Move(len(self.running), row, last.num_stored))
+        return moves
+
+    def can_admit(self) -> bool:
+        return bool(self.waiting) and len(self.running) < self.max_batch_size
+
+    def admit(self) -> tuple[list[Running], list[Admission], set[Hashable]]:
+        """Move as many as fit from the queue into the next rows; also the prompt keys that still wait."""
+        num = min(self.max_batch_size - len(self.running), len(self.waiting))
+        admitted = [self.waiting.popleft() for _ in range(num)]
+        self.running.extend(admitted)
+        admissions = [
+            Admission(self.prompt_key(r.request), r.request.prompt_ids, r.request.sampling, r.next_uniform)
+            for r in admitted
+        ]
+        return admitted, admissions, {self.prompt_key(w.request) for w in self.waiting}
+
+    def decode_rows(self) -> list[DecodeRow]:
+        return [DecodeRow(r.ids[-1], r.num_stored, r.request.sampling, r.next_uniform) for r in self.running]
