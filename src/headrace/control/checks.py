@@ -10,13 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from headrace.errors import HeadraceError
 from headrace.types import Episode, ErrorClass, Group, Sample, Score, ScoreError, ScoreResult, Source
 
 LOGPROB_TOLERANCE = 1e-4
 """A log-probability may exceed 0 by the rounding of a float32 log-softmax, not by more."""
 
 
-class GuardError(RuntimeError):
+class GuardError(HeadraceError):
     """A run-time check failed. ``invariant`` names it as DESIGN.md does."""
 
     def __init__(self, invariant: str, where: str, what: str, advice: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
+from headrace.errors import HeadraceError
 from headrace.protocols import Clock
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Wait:
         return f"{self.waiter} waits on {self.on} for {self.what}: {waited_s:.1f} s of {self.deadline_s:g} s{late}"
 
 
-class DeadlineError(TimeoutError):
+class DeadlineError(HeadraceError):
     """A wait ran into its deadline. The message says who waited on whom for what, how long, and what to do."""
 
     def __init__(

@@ -1,0 +1,115 @@
+"""Files that survive a kill: atomic replacement, flushed folders, and a lock that dies with its holder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from headrace.errors import HeadraceError
+
+
+class RecordError(HeadraceError):
+    """The record could not be written or read. Says which file, why, and what to do."""
+
+
+def disk_error(path: Path, what: str, error: OSError) -> RecordError:
+    """A clear error for an OSError while writing."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RecordError(
+            f"{what} {path}: the disk is full ({error.strerror}). What was committed before is whole; free some space "
+            "and resume the run"
+        )
+    return RecordError(f"{what} {path} failed: {error.strerror or error}. What was committed before is whole")
+
+
+def fsync_folder(path: Path) -> None:
+    """Make renames and new names inside ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """``os.write`` until everything is written."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data``: after a kill it holds the old bytes or the new ones, never a part. Raises
+    RecordError (disk full and the like), after which the old file stands."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        aside.replace(path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise disk_error(path, "writing", error) from error
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    write_atomically(path, (json.dumps(value, indent=2, sort_keys=True, default=str) + "\n").encode())
+
+
+_held: set[Path] = set()
+
+
+class FileLock:
+    """One process holds it. The kernel lets go when that process dies, so that a lock is never stale; the file's text
+    (pid, host) is for the message only. POSIX record locks: a forked child does not inherit them."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        """Take the lock. Raises RecordError naming the holder where another process, or this one, has it."""
+        self._path = path.resolve()
+        if self._path in _held:
+            raise RecordError(f"{what} is open in this process already ({path}); close it first")
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(self._fd, 200).decode(errors="replace").strip() or "another process"
+            os.close(self._fd)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise disk_error(path, "locking", error) from error
+            raise RecordError(f"{what} is being written by {holder} ({path}); wait for it, or end it") from None
+        _held.add(self._path)
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let go; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            _held.discard(self._path)
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
