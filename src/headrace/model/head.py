@@ -33,13 +33,14 @@ def output_head(model: PreTrainedModel, vocab_size: int) -> OutputHead:
 
     Raises HeadError where the head is no plain linear layer. Tied heads give the embedding's own weight.
     """
-    linear = model.get_output_embeddings()
-    if type(linear) is not torch.nn.Linear:
+    linear: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(linear, torch.nn.Linear) or type(linear) is not torch.nn.Linear:
         raise HeadError(
             f"the output head of {type(model).__name__} is a {type(linear).__name__}, not a plain linear layer; "
             "headrace computes logits in chunks by itself and cannot do that here (LoRA on the head is refused too)"
         )
-    weight, bias = linear.weight, linear.bias
+    weight: Tensor = linear.weight
+    bias: Tensor | None = linear.bias
     if vocab_size > weight.shape[0]:
         raise HeadError(
             f"the tokenizer has {vocab_size} ids but the model's head only {weight.shape[0]} rows; "

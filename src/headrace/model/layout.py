@@ -80,9 +80,9 @@ class PackedLayout:
     ) -> Tensor:
         """Returns [1, T, H, D]."""
         # torch.split, never slices: a slice's backward allocates and fills the whole row for each piece.
-        queries = query_BHTD.split(self._pieces, dim=2)
-        keys = key_BKTD.split(self._pieces, dim=2)
-        values = value_BKTD.split(self._pieces, dim=2)
+        queries = torch.split(query_BHTD, self._pieces, dim=2)
+        keys = torch.split(key_BKTD, self._pieces, dim=2)
+        values = torch.split(value_BKTD, self._pieces, dim=2)
         outputs: list[Tensor] = []
         for call in self._calls:
             key, value = keys[call.query], values[call.query]
@@ -93,9 +93,7 @@ class PackedLayout:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _attend(
-    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_TS: Tensor | None, scaling: float
-) -> Tensor:
+def _attend(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask_TS: Tensor | None, scaling: float) -> Tensor:
     num_repeats = query_BHTD.shape[1] // key_BKSD.shape[1]
     native = query_BHTD.device.type == "cpu"  # elsewhere grouped queries with a mask fall back to a slow kernel
     if num_repeats > 1 and not native:

@@ -73,7 +73,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder or a hub id, without loading the model."""
     location = resolve_path(path)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(location)  # type: ignore[no-untyped-call]
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(location)
     except (OSError, ValueError) as error:
         raise ModelError(f"no tokenizer in {path}: {error}. {_HINT}") from error
     return tokenizer
@@ -93,7 +93,7 @@ def load_model(
         config = AutoConfig.from_pretrained(location)
         _zero_dropout(config)
         _refuse_unsupported(config, str(path))
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             location, config=config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
         )
     except (OSError, ValueError) as error:
@@ -119,7 +119,7 @@ def prepare_model(
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     model.config.use_cache = False
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     full = {name: p.detach() for name, p in model.named_parameters()}
     model.to(DTYPES[dtype])  # type: ignore[arg-type]
     verify_model(model, output_head(model, len(tokenizer)))
@@ -161,7 +161,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
 def weight_checksums(model: torch.nn.Module) -> dict[str, str]:
     """Parameter name -> SHA-256 of its bytes (16 hex digits), for I6. Reads every weight once."""
     return {
-        name: hashlib.sha256(p.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()).hexdigest()[:16]
+        name: hashlib.sha256(p.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data).hexdigest()[:16]
         for name, p in model.named_parameters()
     }
 
@@ -174,8 +174,13 @@ def _add_adapter(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrai
     base = share_weights(model)
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     peft_config = PeftLoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets, bias="none", task_type="CAUSAL_LM"
-    )  # type: ignore[call-arg]
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # declared int, but any number works
+        lora_dropout=0.0,
+        target_modules=targets,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

@@ -6,8 +6,8 @@ For a trained token with logits z (after the head's scale and softcap) and tempe
 
 Where the token carries the set of ids that could have been sampled (top-p, top-k), both sums run over that set only.
 
-Memory: logits of at most ``max_logit_tokens`` predictors are held at once, in two buffers that are reused in place. The last
-chunk's probabilities are kept for the backward pass; the others are computed again there.
+Memory: logits of at most ``max_logit_tokens`` predictors are held at once, in two buffers that are reused in place.
+The last chunk's probabilities are kept for the backward pass; the others are computed again there.
 
 Precision: the head's product runs in the model's dtype, everything after it in float32 (float64 for a float64 model).
 
@@ -43,7 +43,9 @@ def token_logprobs(
     return score_hidden(hidden_UD, head, row, max_logit_tokens=max_logit_tokens)
 
 
-def score_hidden(hidden_UD: Tensor, head: OutputHead, row: PackedRow, *, max_logit_tokens: int) -> tuple[Tensor, Tensor]:
+def score_hidden(
+    hidden_UD: Tensor, head: OutputHead, row: PackedRow, *, max_logit_tokens: int
+) -> tuple[Tensor, Tensor]:
     """(log-probabilities [N], entropies [N]) from the hidden states of the row's predictors."""
     plan = _Plan.of(row, head, max_logit_tokens)
     logprobs_N, entropies_N = _ChunkedScores.apply(hidden_UD, head.weight_VD, head.bias_V, plan)  # type: ignore[no-untyped-call]
@@ -166,7 +168,9 @@ class _ChunkedScores(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden[chunk.start : chunk.end])
             if needs_weight:
-                grad_weight = grad_CV.t() @ hidden_CD if grad_weight is None else grad_weight.addmm_(grad_CV.t(), hidden_CD)
+                grad_weight = (
+                    grad_CV.t() @ hidden_CD if grad_weight is None else grad_weight.addmm_(grad_CV.t(), hidden_CD)
+                )
             if needs_bias:
                 grad_bias = grad_CV.sum(0) if grad_bias is None else grad_bias.add_(grad_CV.sum(0))
             del grad_CV

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,18 +59,28 @@ class PackedRow:
 
     def gather(self, per_sample: Sequence[Tensor]) -> Tensor:
         """[N]: the entries at trained tokens of a list of [T] tensors aligned with the caller's samples."""
-        slots = self.slot_N.split(self.num_N)
-        return torch.cat(
-            [per_sample[i].to(slot.device)[slot] for i, slot in zip(self.indices, slots, strict=True)]
-        )
+        slots = torch.split(self.slot_N, list(self.num_N))
+        return torch.cat([per_sample[i].to(slot.device)[slot] for i, slot in zip(self.indices, slots, strict=True)])
 
-    def gather_field(self, name: str) -> Tensor:
-        """[N] float32: the entries at trained tokens of a per-token field of the samples."""
-        values: list[float] = []
-        for sample, slots in zip(self.samples, self.slot_N.split(self.num_N), strict=True):
-            field = getattr(sample, name)
-            values.extend(field[t] for t in slots.tolist())
-        return torch.tensor(values, dtype=torch.float32, device=self.slot_N.device)
+    def field(self, name: str) -> list[Any]:
+        """The N entries at trained tokens of a per-token field of the samples."""
+        values: list[Any] = []
+        for sample, slots in zip(self.samples, torch.split(self.slot_N, list(self.num_N)), strict=True):
+            per_token = getattr(sample, name)
+            values.extend(per_token[t] for t in slots.tolist())
+        return values
+
+    def scatter(self, values_N: Tensor) -> list[Tensor]:
+        """The reverse of gather: for each of ``samples`` a float32 [T] on the CPU, 0 where the mask is 0."""
+        out = []
+        slots = torch.split(self.slot_N.cpu(), list(self.num_N))
+        for sample, slot, values in zip(
+            self.samples, slots, torch.split(values_N.float().cpu(), list(self.num_N)), strict=True
+        ):
+            per_token_T = torch.zeros(len(sample.ids))
+            per_token_T[slot] = values
+            out.append(per_token_T)
+        return out
 
 
 def input_length(sample: Sample) -> int:
@@ -80,9 +91,7 @@ def input_length(sample: Sample) -> int:
     return 0
 
 
-def split_microbatches(
-    samples: Sequence[Sample], max_tokens: int, *, share_prompts: bool
-) -> list[list[IndexedSample]]:
+def split_microbatches(samples: Sequence[Sample], max_tokens: int, *, share_prompts: bool) -> list[list[IndexedSample]]:
     """Micro-batches of at most ``max_tokens`` packed tokens; an episode that is longer gets one of its own.
 
     Samples without trained tokens are left out. The same samples in the same order give the same micro-batches.
@@ -136,9 +145,7 @@ def _trees(items: Iterable[IndexedSample], share_prompts: bool) -> list[tuple[Tr
     return trees
 
 
-def pack(
-    items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dtype, device: torch.device
-) -> PackedRow:
+def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dtype, device: torch.device) -> PackedRow:
     """Lay one micro-batch out. Every sample must have at least one trained token. ``dtype`` is the model's."""
     trees = _trees(items, share_prompts)
     ids: list[int] = []

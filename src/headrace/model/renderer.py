@@ -99,7 +99,9 @@ class ChatRenderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Reply text without special tokens; tags that a parser reads (tool calls, reasoning) stay."""
-        text = self._tokenizer.decode([i for i in ids if i not in self._special_ids], clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            [i for i in ids if i not in self._special_ids], clean_up_tokenization_spaces=False
+        )
         return str(text)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
@@ -192,7 +194,9 @@ def _read_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     if chat_template == "chatml":
         missing = [t for t in ("<|im_start|>", "<|im_end|>") if t not in tokenizer.get_added_vocab()]
         if missing:
-            raise RenderError(f"model.chat_template = 'chatml', but the tokenizer has no token {' and no '.join(missing)}")
+            raise RenderError(
+                f"model.chat_template = 'chatml', but the tokenizer has no token {' and no '.join(missing)}"
+            )
         return CHATML
     path = Path(chat_template).expanduser()
     if not path.is_file():

@@ -61,7 +61,8 @@ def _plain_logprobs(model: PreTrainedModel, sample: Sample, vocab_size: int) -> 
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     places = [t for t, trained in enumerate(sample.mask) if trained]
     logprobs_TV = logits_TV[[t - 1 for t in places]].log_softmax(dim=-1)
-    return logprobs_TV.gather(1, ids[0, places, None])[:, 0]
+    chosen: torch.Tensor = logprobs_TV.gather(1, ids[0, places, None])[:, 0]
+    return chosen
 
 
 def _sample(index: int, prompt_length: int, reply_length: int, prefix_key: str, vocab_size: int) -> Sample:
@@ -77,4 +78,3 @@ def _sample(index: int, prompt_length: int, reply_length: int, prefix_key: str, 
         behaviour_logprobs=(0.0,) * length,
         versions=(None,) * length,
     )
-

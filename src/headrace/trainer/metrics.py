@@ -1,0 +1,60 @@
+"""Sums and counts over the micro-batches of one minibatch, turned into means once (never a mean of means, F53)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+RATIO_BAND = (0.9, 1.1)
+
+
+class MinibatchMetrics:
+    """Gathers what the micro-batches of one minibatch report. Per-token tensors are detached and on the CPU."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._gaps: list[Tensor] = []
+        self._fresh_errors: list[Tensor] = []
+        self._entropies: list[Tensor] = []
+        self.loss = 0.0
+
+    def add(self, algorithm_metrics: Mapping[str, tuple[float, float]], loss: float) -> None:
+        self.loss += loss
+        for name, (total, count) in algorithm_metrics.items():
+            old_total, old_count = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (old_total + total, old_count + count)
+
+    def add_tokens(self, *, proximal_N: Tensor, behaviour_N: Tensor, entropy_N: Tensor) -> None:
+        self._gaps.append((proximal_N - behaviour_N).detach().float().cpu())
+        self._entropies.append(entropy_N.detach().float().cpu())
+
+    def add_fresh(self, current_N: Tensor, behaviour_N: Tensor) -> None:
+        """Tokens that the weights of this very moment sampled: their ratio must be 1 (I5)."""
+        self._fresh_errors.append((current_N - behaviour_N).detach().float().exp().sub(1).abs().cpu())
+
+    def result(self) -> dict[str, float]:
+        """Names and values; a metric about tokens is absent where there was no such token."""
+        out = {"loss": self.loss}
+        out.update({name: total / count for name, (total, count) in self._sums.items() if count})
+        if self._gaps:
+            signed_N = torch.cat(self._gaps)
+            gap_N = signed_N.abs()
+            p50, p95 = _quantiles(gap_N, (0.5, 0.95))
+            ratio_N = signed_N.exp()
+            outside = (ratio_N < RATIO_BAND[0]) | (ratio_N > RATIO_BAND[1])
+            out["logprob_gap_p50"], out["logprob_gap_p95"] = p50, p95
+            out["logprob_gap_max"] = float(gap_N.max())
+            out["ratio_outside_share"] = float(outside.float().mean())
+            out["entropy"] = float(torch.cat(self._entropies).mean())
+        errors_N = torch.cat(self._fresh_errors) if self._fresh_errors else torch.empty(0)
+        if len(errors_N):
+            out["max_ratio_error"] = float(errors_N.max())
+        return out
+
+
+def _quantiles(values_N: Tensor, levels: tuple[float, ...]) -> list[float]:
+    """By sorting: torch.quantile refuses more than 2**24 entries."""
+    ordered_N = values_N.sort().values
+    return [float(ordered_N[min(len(ordered_N) - 1, int(level * len(ordered_N)))]) for level in levels]

@@ -1,0 +1,133 @@
+"""A rollout batch to minibatches: what must be computed before the first optimizer step, and who steps with whom."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.algorithms.fields import Minibatch, Totals
+from headrace.config.schema import TrainerConfig
+from headrace.protocols import Algorithm, Trainer
+from headrace.types import RolloutBatch, Sample
+
+
+def num_steps_per_batch(config: TrainerConfig) -> int:
+    """Optimizer steps that a full rollout batch makes."""
+    return config.num_minibatches * config.num_epochs
+
+
+def plan_update(
+    batch: RolloutBatch,
+    algorithm: Algorithm,
+    trainer: Trainer,
+    config: TrainerConfig,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> list[Minibatch]:
+    """The minibatches of a rollout batch in the order of their optimizer steps. Call before the first of them.
+
+    Proximal log-probabilities are computed here, once, where the batch makes more than one optimizer step or the
+    algorithm needs them; with a single step the proximal policy is the current one, and no pass is spent on it.
+    Groups stay whole where there are at least as many as minibatches; each epoch shuffles them anew, decided by
+    (seed, batch index, epoch). Denominators count all samples of a minibatch, also those that are skipped later.
+    """
+    samples = batch.samples
+    reference = trainer.forward(samples, "reference") if algorithm.needs.reference else None
+    early = trainer.forward(samples, "policy") if algorithm.needs.proximal else None
+    advantages = algorithm.advantage(batch, proximal_logprobs=early, reference_logprobs=reference)
+    _check_advantages(samples, advantages)
+    epochs = [
+        _split(samples, config.num_minibatches, random.Random(f"{seed}/{batch.index}/{epoch}"))
+        for epoch in range(config.num_epochs)
+    ]
+    proximal = early
+    if early is None and sum(len(epoch) for epoch in epochs) > 1:
+        proximal = _proximal(samples, epochs[0], advantages, algorithm, trainer, config)
+    return [
+        _minibatch(samples, places, advantages, proximal, reference, max_new_tokens)
+        for epoch in epochs
+        for places in epoch
+    ]
+
+
+def _proximal(
+    samples: Sequence[Sample],
+    minibatches: list[list[int]],
+    advantages: Sequence[Tensor],
+    algorithm: Algorithm,
+    trainer: Trainer,
+    config: TrainerConfig,
+) -> list[Tensor]:
+    """By the first epoch's minibatches, so that micro-batches are those of the gradient pass (F4). Samples that will
+    be skipped get zeros, which nobody reads."""
+    skip = config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient
+    proximal = [torch.zeros(len(sample.ids)) for sample in samples]
+    for places in minibatches:
+        needed = [i for i in places if not skip or bool(advantages[i].any())]
+        for i, logprobs_T in zip(needed, trainer.forward([samples[i] for i in needed], "policy"), strict=True):
+            proximal[i] = logprobs_T
+    return proximal
+
+
+def _split(samples: Sequence[Sample], num_minibatches: int, rng: random.Random) -> list[list[int]]:
+    """Places of the samples of each minibatch: units (groups, or episodes where groups are too few), shuffled, then
+    dealt out by trained tokens, so that the steps of a batch weigh about the same. Fewer units make fewer steps."""
+    by_group = _units(samples, [sample.key.group for sample in samples])
+    units = by_group if len(by_group) >= num_minibatches else _units(samples, [sample.key for sample in samples])
+    if num_minibatches == 1:
+        return [[i for unit in units for i in unit]]
+    rng.shuffle(units)
+    units.sort(key=lambda unit: -sum(samples[i].num_trained for i in unit))  # stable: ties stay shuffled
+    shares: list[list[int]] = [[] for _ in range(min(num_minibatches, len(units)))]
+    weights = [0] * len(shares)
+    for unit in units:
+        lightest = min(range(len(shares)), key=lambda k: (weights[k], len(shares[k]), k))
+        shares[lightest].extend(unit)
+        weights[lightest] += sum(samples[i].num_trained for i in unit)
+    rng.shuffle(shares)
+    return shares
+
+
+def _units(samples: Sequence[Sample], keys: Sequence[object]) -> list[list[int]]:
+    units: dict[object, list[int]] = {}
+    for i, key in enumerate(keys):
+        units.setdefault(key, []).append(i)
+    return list(units.values())
+
+
+def _minibatch(
+    samples: Sequence[Sample],
+    places: list[int],
+    advantages: Sequence[Tensor],
+    proximal: Sequence[Tensor] | None,
+    reference: Sequence[Tensor] | None,
+    max_new_tokens: int,
+) -> Minibatch:
+    chosen = tuple(samples[i] for i in places)
+    return Minibatch(
+        samples=chosen,
+        advantages=[advantages[i] for i in places],
+        proximal_logprobs=None if proximal is None else [proximal[i] for i in places],
+        reference_logprobs=None if reference is None else [reference[i] for i in places],
+        totals=Totals(
+            num_tokens=sum(sample.num_trained for sample in chosen),
+            num_episodes=len({sample.key for sample in chosen}),
+            max_length=max_new_tokens,
+        ),
+    )
+
+
+def _check_advantages(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> None:
+    if len(advantages) != len(samples):
+        raise ValueError(f"the algorithm gave {len(advantages)} advantages for {len(samples)} samples")
+    for sample, advantages_T in zip(samples, advantages, strict=True):
+        if advantages_T.shape != (len(sample.ids),):
+            raise ValueError(
+                f"sample {sample.id} has {len(sample.ids)} ids but advantages of shape {tuple(advantages_T.shape)}"
+            )
+        if not advantages_T.isfinite().all():
+            raise ValueError(f"sample {sample.id} has an advantage that is not finite")

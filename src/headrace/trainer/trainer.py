@@ -1,0 +1,288 @@
+"""The trainer of one process: gradients from minibatches, optimizer steps, published versions, checkpoints.
+
+It knows nothing of algorithms: a loss comes in as ``algorithm.loss(log-probabilities, fields)``.
+
+Legend: T tokens of a sample, N trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields
+from headrace.config.schema import TrainerConfig
+from headrace.model.head import output_head
+from headrace.model.load import LoadedModel, weight_checksums
+from headrace.model.logprobs import token_logprobs
+from headrace.model.packing import PackedRow, pack, split_microbatches
+from headrace.protocols import Algorithm, WeightUpdate
+from headrace.trainer.export import export_model
+from headrace.trainer.metrics import MinibatchMetrics
+from headrace.trainer.schedule import learning_rate
+from headrace.trainer.weights import NonFiniteError, TrainableWeights, read_state, write_state
+from headrace.types import AttemptKey, PolicyVersion, Sample
+
+
+class PolicyTrainer:
+    """Implements ``protocols.Trainer``.
+
+    Example::
+
+        trainer = PolicyTrainer(loaded, config.trainer, num_steps=100)
+        for minibatch in plan_update(batch, algorithm, trainer, config.trainer, max_new_tokens=128, seed=0):
+            trainer.forward_backward(minibatch, algorithm)
+            trainer.optim_step()
+        engine_update = trainer.publish()
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: TrainerConfig,
+        *,
+        num_steps: int,
+        with_reference: bool = False,
+        activation_checkpointing: bool = False,
+        lineage: int = 0,
+    ) -> None:
+        """``num_steps``: optimizer steps of the whole run, for the schedule. ``with_reference`` keeps the weights of
+        this moment for ``forward(..., "reference")``: a frozen copy, or with LoRA the base model, which costs nothing.
+        Build the trainer before restoring a checkpoint, so that the reference is the run's start."""
+        self._loaded = loaded
+        self._model = loaded.model
+        self._config = config
+        self._num_steps = num_steps
+        self._reference = _make_reference(loaded) if with_reference else None  # before hooks are put on parameters
+        self._weights = TrainableWeights(loaded, config)
+        self._version = PolicyVersion(lineage, 0)
+        self._step = 0
+        self._num_steps_since_publish = 0
+        self._last_logprobs: dict[str, Tensor] = {}
+        if activation_checkpointing:
+            _checkpoint_activations(self._model)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._step
+
+    @property
+    def config(self) -> TrainerConfig:
+        return self._config
+
+    def set_lineage(self, lineage: int) -> None:
+        """Open a new lineage after a resume; the version number stays."""
+        self._version = PolicyVersion(lineage, self._version.number)
+
+    def last_logprobs(self) -> dict[str, Tensor]:
+        """Log-probabilities that the last forward_backward computed: sample id -> float32 [T] on the CPU, 0 where
+        the mask is 0. Samples whose pass was skipped are absent."""
+        return dict(self._last_logprobs)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Name -> checksum of the weights that the next pass will use (I6)."""
+        return weight_checksums(self._model)
+
+    # ------------------------------------------------------------------------------------------ passes
+
+    @torch.no_grad()
+    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"] = "policy") -> list[Tensor]:
+        """Log-probabilities of ``samples``, each float32 [T] on the CPU, 0 where the mask is 0.
+
+        By the same code and the same micro-batches as a gradient pass over the same samples.
+        """
+        scorer = self._model
+        if model == "reference":
+            if self._reference is None:
+                raise ValueError("this trainer was built without a reference model (with_reference=True)")
+            scorer = self._reference
+        out = [torch.zeros(len(sample.ids)) for sample in samples]
+        for row in self._rows(samples):
+            logprobs_N, _ = self._score(scorer, row)
+            for index, logprobs_T in zip(row.indices, row.scatter(logprobs_N), strict=True):
+                out[index] = logprobs_T
+        return out
+
+    def forward_backward(self, minibatch: Minibatch, algorithm: Algorithm) -> dict[str, float]:
+        """Add the gradient of one minibatch and return its metrics.
+
+        Samples whose advantages are all exactly 0 are left out where the algorithm says that their gradient is
+        provably 0; they still count in ``minibatch.totals``. Raises NonFiniteError, the gradient dropped, where the
+        loss of a micro-batch is not finite.
+        """
+        skipped = self._skipped(minibatch, algorithm)
+        kept = _select(minibatch, [i for i in range(len(minibatch.samples)) if i not in skipped])
+        metrics = MinibatchMetrics()
+        self._last_logprobs = {}
+        num_trained = 0
+        for row in self._rows(kept.samples):
+            num_trained += len(row.target_N)
+            self._train_row(kept, row, algorithm, metrics)
+        return metrics.result() | {
+            "num_trained_tokens": float(num_trained),
+            "num_samples": float(len(minibatch.samples)),
+            "num_skipped_samples": float(len(skipped)),
+        }
+
+    def _train_row(self, minibatch: Minibatch, row: PackedRow, algorithm: Algorithm, metrics: MinibatchMetrics) -> None:
+        current_N, entropy_N = self._score(self._model, row)
+        fields = _fields(minibatch, row, entropy_N if algorithm.needs.entropy else None)
+        out: LossOutput = algorithm.loss(current_N, fields)
+        loss = out.per_token_N.sum() / out.denominator
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            self._weights.clear()
+            raise NonFiniteError(
+                f"the loss of optimizer step {self._step} is {value} in the micro-batch of samples "
+                f"{', '.join(s.id for s in row.samples[:4])}{' ...' if len(row.samples) > 4 else ''}. The gradient "
+                "was dropped and the weights are unchanged; look at these samples' rewards and log-probabilities"
+            )
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        current_N = current_N.detach()
+        metrics.add(out.metrics, value)
+        proximal_N = current_N if fields.proximal_logprobs_N is None else fields.proximal_logprobs_N
+        metrics.add_tokens(proximal_N=proximal_N, behaviour_N=fields.behaviour_logprobs_N, entropy_N=entropy_N)
+        if self._num_steps_since_publish == 0:
+            fresh_N = torch.tensor([v == self._version for v in row.field("versions")], device=current_N.device)
+            metrics.add_fresh(current_N[fresh_N], fields.behaviour_logprobs_N[fresh_N])
+        for sample, logprobs_T in zip(row.samples, row.scatter(current_N), strict=True):
+            self._last_logprobs[sample.id] = logprobs_T
+
+    def _skipped(self, minibatch: Minibatch, algorithm: Algorithm) -> set[int]:
+        """Places of samples whose gradient is provably 0."""
+        if not (self._config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient):
+            return set()
+        return {i for i, advantages_T in enumerate(minibatch.advantages) if not advantages_T.any()}
+
+    def _rows(self, samples: Sequence[Sample]) -> Iterator[PackedRow]:
+        config = self._config
+        weight = next(self._model.parameters())
+        share = config.share_prompts
+        for items in split_microbatches(samples, config.max_microbatch_tokens, share_prompts=share):
+            yield pack(items, share_prompts=share, dtype=weight.dtype, device=weight.device)
+
+    def _score(self, model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor]:
+        head = output_head(model, self._loaded.vocab_size)
+        return token_logprobs(model, head, row, max_logit_tokens=self._config.max_logit_tokens)
+
+    # ------------------------------------------------------------------------------------------- steps
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip the gathered gradient by its global norm, make one AdamW step, clear the gradient.
+
+        Raises NonFiniteError, with the weights untouched, where the gradient is not finite. Where it is exactly 0
+        the weights stay as they are; step count and schedule advance all the same.
+        """
+        rate = learning_rate(self._config.learning_rate, self._config.schedule, self._step, self._num_steps)
+        norm, moved = self._weights.step(rate)
+        self._step += 1
+        self._num_steps_since_publish += 1
+        return {"grad_norm": norm, "learning_rate": rate, "num_empty_steps": 0.0 if moved else 1.0}
+
+    def publish(self) -> WeightUpdate:
+        """Count the version up by 1, after checking that all weights are finite (I13).
+
+        The embedded engine reads the same storage, so there are no tensors to carry.
+        """
+        self._weights.check_finite()
+        self._version = PolicyVersion(self._version.lineage, self._version.number + 1)
+        self._num_steps_since_publish = 0
+        return WeightUpdate(version=self._version)
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, path: Path) -> None:
+        """Write everything that a restored trainer needs into the folder ``path``: weights and optimizer moments
+        (safetensors), version, step and torch's random state (JSON). Nothing in it is ever unpickled."""
+        path.mkdir(parents=True, exist_ok=True)
+        self._weights.save(path)
+        write_state(
+            path,
+            {
+                "version": list(self._version),
+                "step": self._step,
+                "num_steps_since_publish": self._num_steps_since_publish,
+                "torch_random_state": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
+            },
+        )
+
+    def restore(self, path: Path) -> None:
+        """Become, bit for bit, the trainer that saved ``path``. Raises CheckpointError where it does not fit."""
+        state = read_state(path)
+        self._weights.restore(path)
+        self._version = PolicyVersion(*state["version"])
+        self._step = int(state["step"])
+        self._num_steps_since_publish = int(state["num_steps_since_publish"])
+        random_state = base64.b64decode(state["torch_random_state"])
+        torch.set_rng_state(torch.tensor(list(random_state), dtype=torch.uint8))
+
+    def export(self, path: Path) -> None:
+        """Write the policy as a plain Hugging Face folder, LoRA merged, tokenizer included."""
+        export_model(self._loaded, path)
+
+
+def _make_reference(loaded: LoadedModel) -> PreTrainedModel:
+    if loaded.base is not None:
+        return loaded.base
+    reference = copy.deepcopy(loaded.model)
+    reference.requires_grad_(False)
+    return reference
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """transformers recomputes a layer only where the layer itself is in training mode. Its children stay in eval
+    mode, so that nothing random wakes up; passes without gradient (the engine's) are not affected."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def _select(minibatch: Minibatch, places: list[int]) -> Minibatch:
+    def pick(values: Sequence[Tensor] | None) -> list[Tensor] | None:
+        return None if values is None else [values[i] for i in places]
+
+    return replace(
+        minibatch,
+        samples=tuple(minibatch.samples[i] for i in places),
+        advantages=[minibatch.advantages[i] for i in places],
+        proximal_logprobs=pick(minibatch.proximal_logprobs),
+        reference_logprobs=pick(minibatch.reference_logprobs),
+    )
+
+
+def _fields(minibatch: Minibatch, row: PackedRow, entropy_N: Tensor | None) -> TokenFields:
+    """What the algorithm sees of one row. Only trained tokens are read, so nothing behind a mask can matter."""
+    device = row.target_N.device
+    proximal, reference = minibatch.proximal_logprobs, minibatch.reference_logprobs
+    episodes: dict[AttemptKey, int] = {}
+    index = [episodes.setdefault(sample.key, len(episodes)) for sample in row.samples]
+    counts = torch.tensor(row.num_N, device=device)
+    weights = torch.tensor([sample.weight for sample in row.samples], device=device)
+    return TokenFields(
+        advantages_N=row.gather(minibatch.advantages),
+        behaviour_logprobs_N=torch.tensor(row.field("behaviour_logprobs"), device=device),
+        proximal_logprobs_N=None if proximal is None else row.gather(proximal),
+        reference_logprobs_N=None if reference is None else row.gather(reference),
+        weights_N=weights.repeat_interleave(counts),
+        episode_index_N=torch.tensor(index, device=device).repeat_interleave(counts),
+        num_episodes=len(episodes),
+        totals=minibatch.totals,
+        entropy_N=entropy_N,
+    )

@@ -1,0 +1,171 @@
+"""The trainable weights: their float32 masters, their optimizer, and how both are written and read.
+
+Where the model's own parameters are float32 (or float64, in tests) they are the masters. A bfloat16 model gives each
+micro-batch's gradient over to the master right after it was computed, so that gradients are summed in float32 too,
+and takes the rounded masters back after each step.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace.config.schema import TrainerConfig
+from headrace.errors import HeadraceError
+from headrace.model.load import LoadedModel
+
+WEIGHTS_FILE = "weights.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "trainer.json"
+
+
+class NonFiniteError(HeadraceError):
+    """A loss, gradient or weight is NaN or infinite. The weights are as they were before (I13)."""
+
+
+class CheckpointError(HeadraceError):
+    """A trainer checkpoint that does not fit this trainer."""
+
+
+class TrainableWeights:
+    """Masters, gradients and AdamW. ``masters`` maps parameter names to the tensors that the optimizer steps."""
+
+    def __init__(self, loaded: LoadedModel, config: TrainerConfig) -> None:
+        self._parameters = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
+        self.masters: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            master = loaded.masters.get(name)
+            if master is None:
+                self.masters[name] = parameter
+                continue
+            self.masters[name] = master.requires_grad_(True)
+            parameter.register_post_accumulate_grad_hook(_give_gradient_to(master))  # type: ignore[no-untyped-call]
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._max_grad_norm = config.max_grad_norm
+
+    def step(self, rate: float) -> tuple[float, bool]:
+        """Clip, step, clear. Returns (global gradient norm before clipping, whether weights moved).
+
+        A gradient that is exactly 0 everywhere moves nothing: AdamW would otherwise walk on old momentum and decay
+        weights although no token had a say. That holds whether the zero was computed or its pass was skipped.
+        Raises NonFiniteError, with weights and optimizer untouched, where the norm is not finite.
+        """
+        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        if not _is_finite(norm):
+            bad = [name for name, m in self.masters.items() if m.grad is not None and not m.grad.isfinite().all()]
+            self.clear()
+            raise NonFiniteError(
+                f"the gradient norm is {norm}: first tensor with a non-finite gradient: {bad[0] if bad else 'none'} "
+                f"({len(bad)} in all). The step was not made and the weights are unchanged. Look at the batch's "
+                "advantages and log-probability gap; a lower learning rate or tighter clipping may help"
+            )
+        if norm == 0.0:
+            self.clear()
+            return 0.0, False
+        if norm > self._max_grad_norm:
+            torch._foreach_mul_(gradients, self._max_grad_norm / (norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.clear()
+        self._round_into_model()
+        return norm, True
+
+    def clear(self) -> None:
+        """Drop the gathered gradient."""
+        for tensor in (*self.masters.values(), *self._parameters.values()):
+            tensor.grad = None
+
+    def check_finite(self) -> None:
+        """Raises NonFiniteError naming the first weight that is not finite."""
+        for name, parameter in self._parameters.items():
+            # one sum is much cheaper than a mask of flags, and NaN or infinity always reach it
+            if not parameter.detach().sum().isfinite() and not parameter.detach().isfinite().all():
+                raise NonFiniteError(
+                    f"weight {name} is not finite, so this version is not published and no engine will serve it. "
+                    "Resume from the last checkpoint with a lower learning rate"
+                )
+
+    @torch.no_grad()
+    def _round_into_model(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter is not self.masters[name]:
+                parameter.copy_(self.masters[name])
+
+    def save(self, path: Path) -> None:
+        """Masters and optimizer moments as safetensors, under their parameters' names."""
+        save_file({name: m.detach().contiguous() for name, m in self.masters.items()}, path / WEIGHTS_FILE)
+        moments = {
+            f"{name}/{field}": value.detach().contiguous()
+            for name, master in self.masters.items()
+            for field, value in self.optimizer.state.get(master, {}).items()
+        }
+        save_file(moments, path / OPTIMIZER_FILE)
+
+    @torch.no_grad()
+    def restore(self, path: Path) -> None:
+        """Raises CheckpointError where the names or shapes are not those of this model."""
+        load_weights(self.masters, path)
+        self._round_into_model()
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for key, value in load_file(path / OPTIMIZER_FILE).items():
+            name, _, field = key.rpartition("/")
+            # fused AdamW keeps its step counters beside the weights
+            state.setdefault(self.masters[name], {})[field] = value.to(self.masters[name].device)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(state)
+        self.clear()
+
+
+@torch.no_grad()
+def load_weights(masters: dict[str, Tensor], path: Path) -> None:
+    """Copy the weights of a trainer checkpoint into ``masters``, in place."""
+    saved = load_file(path / WEIGHTS_FILE)
+    wrong = sorted(saved.keys() ^ masters.keys())
+    wrong += [name for name in saved.keys() & masters.keys() if saved[name].shape != masters[name].shape]
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint {path} belongs to another model: {len(wrong)} weights differ in name or shape, the first "
+            f"is {wrong[0]}. Use the model, and LoRA setting, that the run was started with"
+        )
+    for name, master in masters.items():
+        master.copy_(saved[name])
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    (path / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is no trainer checkpoint: it holds no {STATE_FILE}") from error
+    return state
+
+
+def _give_gradient_to(master: Tensor) -> Any:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(master.dtype)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    return hook
+
+
+def _is_finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
