@@ -2,8 +2,8 @@
 
 Relative paths (``tasks.path``, ``tasks.held_out_path``, ``model.path`` and ``model.chat_template`` where they are
 files, and ``file.py:function`` references) are looked up beside the TOML file first and then in the current folder;
-a path given on the command line the other way round. ``output_dir`` is relative to the current folder, as a user
-expects of a tool's output. All of them are absolute afterwards.
+a path given on the command line the other way round. They are absolute afterwards. ``output_dir`` alone stays as it
+is written, relative to the current folder, as a user expects of a tool's output.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _resolve_paths(
         elif text.startswith((".", "/", "~")):
             yield key, f"model.path = {json.dumps(text)}: no such folder: {tried[0]}"
     if isinstance(data.get("output_dir"), str):
-        data["output_dir"] = str(Path(data["output_dir"]).expanduser().absolute())
+        data["output_dir"] = str(Path(data["output_dir"]).expanduser())
 
 
 def _path_keys(data: dict[str, Any]) -> Iterator[tuple[KeyPath, dict[str, Any], str]]:

@@ -1,0 +1,99 @@
+"""``--dry-run``: the resolved configuration, and what would run. Reads the tasks, loads no model, writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.config.dump import dump_toml
+from headrace.config.load import resolved
+from headrace.config.schema import RunConfig
+from headrace.environments.tasks import TaskSplits, build_tasks
+from headrace.errors import HeadraceError
+from headrace.model.paths import resolve_model_path
+from headrace.record.redact import redact
+
+
+def print_dry_run(config: RunConfig) -> None:
+    """Print both to the standard output.
+
+    Raises:
+        ConfigError: tasks that cannot be read.
+    """
+    tasks = build_tasks(config.tasks)
+    print("# Resolved configuration; lines that begin with # are defaults.\n")
+    print(dump_toml(config, redact(resolved(config))))
+    print("# What would run\n")
+    for name, value in _plan(config, tasks):
+        print(f"{name:<15} {value}")
+
+
+def _plan(config: RunConfig, tasks: TaskSplits) -> Iterator[tuple[str, str]]:
+    """(what, how much), in the order of the data's way round."""
+    rollout, trainer = config.rollout, config.trainer
+    num_episodes = rollout.groups_per_batch * rollout.group_size
+    num_groups = trainer.num_batches * rollout.groups_per_batch
+    yield "model", _model(config)
+    yield "tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"
+    yield (
+        "rollout batch",
+        f"{rollout.groups_per_batch} groups x {rollout.group_size} = {num_episodes} episodes, at most "
+        f"{num_episodes * config.sampling.max_new_tokens:,} sampled tokens",
+    )
+    yield (
+        "run",
+        (
+            f"{trainer.num_batches} rollout batches = {num_groups * rollout.group_size:,} episodes, "
+            f"{num_groups / len(tasks.train):.1f} passes over the tasks"
+        ),
+    )
+    steps_per_batch = trainer.num_minibatches * trainer.num_epochs
+    yield (
+        "training",
+        (
+            f"{steps_per_batch} optimizer steps a batch, {trainer.num_batches * steps_per_batch} in all; "
+            f"learning rate {trainer.learning_rate:g}, {trainer.schedule.type}"
+        ),
+    )
+    staleness = rollout.max_staleness
+    yield (
+        "mode",
+        f"asynchronous, tokens up to {staleness} versions old" if staleness else "synchronous (max_staleness 0)",
+    )
+    yield "rewards", ", ".join(f"{reward.type} x {reward.weight:g}" for reward in config.rewards)
+    yield "evaluation", _evaluation(config, len(tasks.held_out))
+    yield "checkpoints", _checkpoints(config)
+    yield "metrics to", ", ".join(("metrics.jsonl", *config.monitor.sinks))
+    yield "folder", f"{config.run_dir}{_state(config.run_dir)}"
+
+
+def _model(config: RunConfig) -> str:
+    kind = f"LoRA of rank {config.model.lora.rank}" if config.model.lora else "all weights"
+    try:
+        where = resolve_model_path(config.model.path)
+    except HeadraceError as error:
+        return f"MISSING: {error}"
+    return f"{where} ({config.model.dtype}, {kind})"
+
+
+def _evaluation(config: RunConfig, num_held_out: int) -> str:
+    evaluation = config.evaluation
+    when = [f"every {evaluation.every} batches"] if evaluation.every else []
+    when += [name for name, on in (("at start", evaluation.at_start), ("at end", evaluation.at_end)) if on]
+    if not when:
+        return "off"
+    num_tasks = min(num_held_out, evaluation.num_tasks or num_held_out)
+    return f"{', '.join(when)}: {num_tasks} tasks x {evaluation.num_samples} samples" + (
+        " and greedy" if evaluation.greedy else ""
+    )
+
+
+def _checkpoints(config: RunConfig) -> str:
+    every, keep = config.checkpoint.every, config.checkpoint.keep
+    return f"{f'every {every} batches and ' if every else ''}at the end; the last {keep} kept"
+
+
+def _state(run_dir: Path) -> str:
+    if not (run_dir / "run.json").exists():
+        return " (new)"
+    return f" (ALREADY HOLDS A RUN: give another --name, or go on with: headrace resume {run_dir})"
