@@ -27,7 +27,7 @@ def main() -> int:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """``{"train": [...], "held_out": [...]}``, or ``{"error": code, ...}`` for what the user can mend."""
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset  # type: ignore[import-untyped]
+        from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         return {"error": "not_installed", "message": str(error)}
     if request["dataset"] not in DATASETS:
