@@ -148,6 +148,33 @@ def test_correction_is_detached_and_leaves_kl_alone() -> None:
     assert with_kl.tolist() == pytest.approx([-math.exp(0.2) - 0.05, 3.0 - 0.05])
 
 
+def test_kl_gradients_on_a_policy_of_three_tokens() -> None:
+    """FAILURES 60: in expectation k2 in the loss and k1 in the reward have the gradient of KL(p || q), k1 in the loss
+    has none, k3 in the loss has another one. Exact expectations over all tokens."""
+    logits = f64(0.3, -0.5, 1.1).requires_grad_()
+    log_q = f64(0.2, 0.5, 0.3).log()
+    log_p = logits.log_softmax(0)
+    p = log_p.exp().detach()
+
+    def of(value: Tensor) -> list[float]:
+        (gradient_3,) = torch.autograd.grad(value, logits, retain_graph=True)
+        return list(gradient_3.tolist())
+
+    def in_loss(name: str) -> list[float]:
+        kl_3 = build(kl={"coefficient": 1.0, "estimator": name}, aggregation="token_sum").loss(
+            log_p, fields_of(torch.zeros(3).double(), ref=log_q)
+        )
+        return of((p * kl_3.per_token_N).sum())
+
+    exact = of((log_p.exp() * (log_p - log_q)).sum())
+    assert in_loss("k1") == pytest.approx([0.0] * 3, abs=1e-12)
+    assert in_loss("k2") == pytest.approx(exact, abs=1e-12)
+    assert in_loss("k3+") == pytest.approx(exact, abs=1e-12)
+    assert in_loss("k3") != pytest.approx(exact, rel=1e-2)
+    reward = build(objective="reinforce", aggregation="token_sum").loss(log_p, fields_of(-(log_p - log_q).detach()))
+    assert of((p * reward.per_token_N).sum()) == pytest.approx(exact, abs=1e-12)
+
+
 # ------------------------------------------------------------------------------------ the split does not matter
 
 
