@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.errors import HeadraceError
 from headrace.types import Episode, ErrorClass, Group, Sample, Score, ScoreError, ScoreResult, Source
@@ -200,3 +200,16 @@ def _check_numbers(sample: Sample, where: str, current_version: int | None) -> N
                 f"id {t} carries version {version}, the newest published is {current_version}",
                 "the engine stamps each token with the version that sampled it",
             )
+
+
+def check_first_ratio(metrics: Mapping[str, float], bound: float, batch_index: int) -> None:
+    """Before the first optimizer step of a batch, tokens that the current weights sampled have ratio 1 (I5, D2).
+    ``metrics``: of the gradient pass; without fresh tokens they hold no ``max_ratio_error``, and nothing is checked."""
+    error = metrics.get("max_ratio_error", 0.0)
+    if not error <= bound:
+        raise GuardError(
+            "I5",
+            f"batch {batch_index}, before its first optimizer step",
+            f"max |ratio - 1| is {error:.2e} on tokens that the current weights sampled; {bound:.0e} is allowed",
+            "trainer and engine score different distributions: compare temperature, template, dtype and attention",
+        )

@@ -25,7 +25,6 @@ from headrace.types import (
     GenerationRequest,
     Message,
     Outcome,
-    PolicyVersion,
     Sampling,
     Segment,
     Source,
@@ -63,10 +62,10 @@ class EpisodeRunner:
     episode_deadline_s: float = 1800.0
 
     async def run(
-        self, key: AttemptKey, task: Task, *, sampling: Sampling, stream: str = "rollout", branch: str = ""
+        self, key: AttemptKey, task: Task, *, sampling: Sampling, stream: str = "rollout"
     ) -> Episode:
         """Play ``task`` to its end. Never raises for what the episode did; a dead engine is an outcome too."""
-        play = _Play(runner=self, key=key, task=task, sampling=sampling, stream=stream, request_prefix=branch)
+        play = _Play(runner=self, key=key, task=task, sampling=sampling, stream=stream)
         started_s = self.clock()
         issued_version = self.engine.version
         outcome, error = await play.to_end()
@@ -97,13 +96,12 @@ class _Play:
     """The state of one running episode."""
 
     def __init__(
-        self, *, runner: EpisodeRunner, key: AttemptKey, task: Task, sampling: Sampling, stream: str, request_prefix: str
+        self, *, runner: EpisodeRunner, key: AttemptKey, task: Task, sampling: Sampling, stream: str
     ) -> None:
         self.runner = runner
         self.key = key
         self.task = task
         self.stream = stream
-        self.request_prefix = request_prefix or f"{stream}-"
         self.sampling = replace(sampling, stop_ids=tuple({*sampling.stop_ids, *runner.renderer.stop_ids}))
         self.turns: list[Turn] = []
         self.segments: list[Segment] = []
@@ -171,7 +169,7 @@ class _Play:
                 f"{self.sampling.max_new_tokens} exceed the context of {max_context}",
             )
         request = GenerationRequest(
-            id=f"{self.request_prefix}{self.key}t{turn}",
+            id=f"{self.stream}-{self.key}t{turn}",
             prompt_ids=self._leaf_ids,
             sampling=self.sampling,
             seed=attempt_seed(runner.run_seed, self.key, turn, self.stream),

@@ -15,7 +15,8 @@ from headrace.errors import HeadraceError
 from headrace.protocols import Engine
 from headrace.types import AttemptKey, Generation, GenerationRequest, PolicyVersion, Sample, Sampling
 
-NUM_PROBE_TOKENS = 3
+NUM_PROBE_TOKENS = 2
+"""One from the prefill and one from a decode step: the two paths that weights can take."""
 
 
 class SyncError(HeadraceError):

@@ -1,0 +1,416 @@
+"""THE loop: issue tasks, play episodes, score, group, train, publish, prove, repeat.
+
+One asyncio event loop owns all coordination state, so no lock exists here. Blocking work runs elsewhere: decoding on
+the engine's thread, gradients on the trainer's thread, verifiers in worker processes. ``run.py`` starts and ends a
+run, ``wiring.py`` builds the parts, ``control/`` holds the rules as pure logic.
+
+::
+
+    TaskCursor --group--> Admission --attempts--> EpisodeRunner <---ids---> Engine
+      ^  (which task)     (how many)                  | Episode               ^ pause, update_weights, canary, resume
+      | pending                                       v                       |
+    checkpoint                                     Reward                  publish
+      ^                                               | Score                 ^
+      |                                               v                       |
+      +------ Ledger books every attempt       GroupAssembler             optim_step
+                                                      | Group                 ^
+                                                      v                       |
+                                               BatchSelector --batch--> plan, forward_backward
+
+What waits for what. Deadlines are keys of the configuration; each wait has a name in the watchdog's report:
+
+    part           consumes         waits for                    unblocked by     deadline
+    _issue_groups  tasks            nothing: issues what         publish, a       -
+                                    admission has room for       rejected group
+    _attempt       one attempt      engine.generate              the engine       rollout.generation_deadline_s
+                                    environment reset, step      the environment  rollout.episode_deadline_s
+                                    reward.score                 verifier workers the rewards' longest deadline_s
+    _gather        finished groups  groups_per_batch groups, no  _settle          waits.rollout_batch_s
+                                    one in flight that overages
+    _update        a rollout batch  the trainer's thread         the trainer      waits.forward_backward_s, optim_step_s
+    _publish       an update        the engine's current decode  the engine       waits.publish_s
+                                    step, then the canary
+    _evaluate      held-out tasks   its own episodes             engine, rewards  evaluation.deadline_s
+    _checkpoint    a version        the trainer's thread, disk   the disk         waits.checkpoint_s
+    run._watch     heartbeats       any progress                 whatever ends    guards.stall_min_s or 10 x median
+
+Rules that hold here:
+
+* Staleness is bounded twice. Admission issues at most (max_staleness + version + 1) x groups_per_batch groups, and
+  ``_gather`` holds a batch until training without the groups in flight makes none of them older than allowed
+  (on_overage = wait), or masks or drops what is too old (mask, drop). With max_staleness 0 that is the synchronous
+  run: groups are issued in waves, only when nothing is in flight.
+* An episode whose engine dies ends as infrastructure_error: booked as failed, never scored. If the engine does not
+  call itself healthy then, the run ends with EngineDied; ``headrace resume`` issues again what was in flight. If it
+  does, on_failure = refill tries the member again, up to max_retries.
+* An error is not a reward: a score error books the attempt as failed and keeps it out of the baseline.
+* Books before work: 'issued' is on disk before an attempt starts, 'trained' (uncommitted) before its update is
+  published, and it is trained for good once the checkpoint that holds the update is complete.
+* A checkpoint is cut between a publish and the next optimizer step, never inside a batch. It names the groups that
+  were in flight or buffered then: a resume issues exactly those again, then goes on with the cursor.
+* No token is served by weights that are not proved: the engine stays paused from a batch's first optimizer step
+  (shared weights) or from publish (copied weights) until the canary has agreed.
+* Non-finite loss, gradient or weights raise in the trainer before they can be published.
+* Ctrl-C ends the wait for rollouts, lets a running update and its publish finish, checkpoints, says how to resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from headrace.control.admission import Admission
+from headrace.control.checks import (
+    check_error_share,
+    check_first_ratio,
+    check_group,
+    check_prefixes,
+    check_sample,
+    check_score,
+    check_trained_once,
+)
+from headrace.control.cursor import TaskCursor
+from headrace.control.grouping import Complete, Discard, GroupAssembler, Retry
+from headrace.control.samples import samples_from_episode
+from headrace.control.staleness import BatchSelector, mask_overage, overage_in_flight
+from headrace.control.watchdog import DeadlineError
+from headrace.errors import HeadraceError
+from headrace.evaluation.result import EvaluationResult
+from headrace.reporting import TrainRecord, failure_class
+from headrace.types import AttemptKey, Episode, ErrorClass, Group, RolloutBatch, Sample, Sampling, ScoreError, Task
+from headrace.wiring import Parts
+
+T = TypeVar("T")
+
+
+class StopRequested(Exception):
+    """Somebody asked the run to stop (Ctrl-C); it ends at the next safe point."""
+
+
+class EngineDied(HeadraceError):
+    """The engine failed for good. What was in flight was not trained, and is issued again by a resume."""
+
+
+class Loop:
+    """The state of a running loop. ``parts`` do the work; this class says what happens when."""
+
+    def __init__(self, parts: Parts) -> None:
+        rollout = parts.config.rollout
+        self.parts = parts
+        self.config = parts.config
+        self.is_synchronous = rollout.max_staleness == 0
+        self.admission = Admission(
+            rollout.groups_per_batch,
+            rollout.max_staleness,
+            max_concurrent_groups=max(1, rollout.max_concurrent // rollout.group_size),
+            num_batches=parts.config.trainer.num_batches,
+        )
+        self.cursor = TaskCursor(len(parts.tasks), parts.config.seed)
+        self.assembler = GroupAssembler(
+            rollout.group_size, rollout.min_group_size, rollout.on_failure, rollout.max_retries
+        )
+        self.selector = BatchSelector(rollout.groups_per_batch, rollout.max_staleness, rollout.on_overage)
+        self.batch_index = parts.trainer.version.number
+        """Published updates; also the index of the batch that is being gathered."""
+        self.ready: dict[int, Group] = {}
+        """Complete groups that wait to be trained."""
+        self.issued_at: dict[int, int] = {}
+        """Group in flight -> version number at its issue: no token of it is older."""
+        self.ended: list[Episode] = []
+        """Every episode that ended since the last batch."""
+        self.evaluations: list[tuple[int, EvaluationResult]] = []
+        self.num_filtered = 0
+        self.stop_requested = False
+        self._engine_is_paused = False
+        self._changed = asyncio.Event()
+        self._attempts: dict[AttemptKey, asyncio.Task[None]] = {}
+        if parts.restored:
+            self.cursor.restore(parts.restored["cursor"])
+            self.admission.restore(self.batch_index)
+
+    async def run(self) -> None:
+        """All batches, one after another, until done or asked to stop; then the last checkpoint."""
+        async with asyncio.TaskGroup() as self._tasks:
+            try:
+                if self.batch_index == 0 and self.config.evaluation.at_start:
+                    await self._evaluate()
+                while self.batch_index < self.config.trainer.num_batches:
+                    await self._one_batch()
+                    self._raise_if_stopping()
+            except StopRequested:
+                self.parts.progress.note("stopping: writing a checkpoint")
+            finally:
+                for attempt in self._attempts.values():
+                    attempt.cancel()
+        await self._checkpoint()
+
+    def stop(self) -> None:
+        """Ask the loop to end at the next safe point."""
+        self.stop_requested = True
+        self._changed.set()
+
+    async def _one_batch(self) -> None:
+        """The loop body: gather, train, publish, then whatever is due at this version."""
+        clock, started_s = self.parts.clock, self.parts.clock()
+        batch = await self._gather()
+        gathered_s = clock()
+        metrics = await self._update(batch)
+        trained_s = clock()
+        metrics |= await self._publish()
+        published_s = clock()
+        if not self.is_synchronous:
+            self._issue_groups()  # before evaluation and checkpoint, so that decoding does not wait for them
+        evaluation, checkpoint, is_last = self.config.evaluation, self.config.checkpoint, self._is_last()
+        if (evaluation.every and self.batch_index % evaluation.every == 0) or (is_last and evaluation.at_end):
+            metrics |= await self._evaluate()
+        metrics |= {
+            "time/gather_s": gathered_s - started_s,
+            "time/train_s": trained_s - gathered_s,
+            "time/publish_s": published_s - trained_s,
+            "time/step_s": published_s - started_s,
+        }
+        self.parts.reporter.batch(batch, self.ended, metrics, self.parts.ledger, self.parts.trainer.step)
+        self.ended = []
+        if checkpoint.every and self.batch_index % checkpoint.every == 0 and not is_last:
+            await self._checkpoint()
+
+    def _is_last(self) -> bool:
+        return self.batch_index == self.config.trainer.num_batches
+
+    def _raise_if_stopping(self) -> None:
+        if self.stop_requested:
+            raise StopRequested
+
+    # -------------------------------------------------------------------------------------------- rollouts
+
+    def _issue_groups(self) -> None:
+        """Issue every group that admission has room for. Synchronous runs issue in waves, so that the engine's
+        batches, and with them the last bits of every float, depend on nothing but seed and configuration."""
+        if self.stop_requested or (self.is_synchronous and self._attempts):
+            return
+        while self.admission.capacity(self.batch_index) > 0:
+            draw = self.cursor.next()
+            self.admission.issue()
+            self.issued_at[draw.group] = self.batch_index
+            task = self.parts.tasks[draw.task_index]
+            self._issue(self.assembler.start(draw.group, task), task)
+
+    def _issue(self, keys: list[AttemptKey], task: Task) -> None:
+        """Start attempts. 'issued' is on disk before the first of them gets to run."""
+        self.parts.ledger.issue(keys, task.content_hash, self.parts.trainer.version)
+        self.parts.ledger_store.commit()
+        for key in keys:
+            self._attempts[key] = self._tasks.create_task(self._attempt(key, task), name=f"attempt {key}")
+
+    async def _attempt(self, key: AttemptKey, task: Task) -> None:
+        episode = await self.play(key, task, self.parts.sampling, "rollout")
+        del self._attempts[key]
+        self.parts.reporter.episode_ended(episode)
+        if episode.outcome.is_failure and not await self.parts.engine.healthy():
+            raise EngineDied(f"the engine died; its last words, to attempt {key}: {episode.error}")
+        self._settle(episode)
+
+    async def play(self, key: AttemptKey, task: Task, sampling: Sampling, stream: str) -> Episode:
+        """One judged episode. Without a score where the machinery failed, with a classed error where the reward did."""
+        episode = await self.parts.runner.run(key, task, sampling=sampling, stream=stream)
+        if episode.outcome.is_failure:
+            return episode
+        try:
+            result = await self.parts.wait(
+                self.parts.reward.score(episode),
+                waiter=f"episode {key}",
+                on="reward",
+                what=f"score of {self.parts.reward.name}",
+                deadline_s=self.parts.reward_deadline_s,
+            )
+        except DeadlineError as error:
+            result = ScoreError(error_class=ErrorClass.TIMEOUT, message=str(error), reward=self.parts.reward.name)
+        return replace(episode, score=check_score(result, self.parts.reward.value_range))
+
+    def _settle(self, episode: Episode) -> None:
+        """Book an ended attempt and do what its group now calls for."""
+        self.ended.append(episode)
+        self.parts.watchdog.progress(f"episode {episode.key}")
+        if not episode.is_scored:
+            self.parts.ledger.fail([episode.key], failure_class(episode))
+            self.parts.reporter.not_trained([episode], f"failed:{failure_class(episode)}", self.batch_index + 1)
+            if len(self.ended) >= self.config.rollout.groups_per_batch * self.config.rollout.group_size:
+                check_error_share(self.ended, self.config.guards.max_error_share)
+        decision = self.assembler.add(episode)
+        if isinstance(decision, Retry):
+            self._issue([decision.key], episode.task)
+        elif isinstance(decision, Discard):
+            self._drop_group(decision.group_id, decision.episodes, decision.reason)
+        elif isinstance(decision, Complete):
+            self._finish_group(decision.group)
+        self._issue_groups()
+        self._changed.set()
+
+    def _finish_group(self, group: Group) -> None:
+        """A complete group waits for its batch, or is filtered out and replaced (dynamic sampling). After
+        max_filter_factor batches' worth of filtered groups the rest of this batch is taken as it comes."""
+        rollout = self.config.rollout
+        check_group(group, rollout.group_size, rollout.min_group_size)
+        may_filter = self.num_filtered < (rollout.max_filter_factor - 1) * rollout.groups_per_batch
+        if may_filter and not self.parts.algorithm.keep_group(group):
+            self.num_filtered += 1
+            self._drop_group(group.id, group.episodes, "filtered")
+            return
+        self.ready[group.id] = group
+        self.admission.accept()
+        del self.issued_at[group.id]
+
+    def _drop_group(self, group_id: int, episodes: Sequence[Episode], reason: str) -> None:
+        """A group that will not be trained, and never was complete: its place is free again."""
+        self.admission.reject()
+        del self.issued_at[group_id]
+        self._drop_episodes(group_id, episodes, reason)
+
+    def _drop_episodes(self, group_id: int, episodes: Sequence[Episode], reason: str) -> None:
+        """Scored attempts are dropped; the others are booked as failed already."""
+        scored = [e for e in episodes if e.is_scored]
+        if scored:
+            self.parts.ledger.drop([e.key for e in scored], reason)
+            self.parts.reporter.not_trained(scored, f"dropped:{reason}", self.batch_index + 1)
+        self.cursor.settle(group_id)
+
+    async def _gather(self) -> RolloutBatch:
+        """Wait for the groups of the next batch, and for those in flight that the next step would make too old."""
+        deadline_at_s = self.parts.clock() + self.config.waits.rollout_batch_s
+        while True:
+            self._issue_groups()
+            selection = self.selector.select(list(self.ready.values()), self.issued_at, self.batch_index)
+            self._drop_stale(selection.stale)
+            if selection.batch:
+                break
+            self._raise_if_stopping()
+            self._changed.clear()
+            held = f", held by the age of groups {selection.held_by} in flight" if selection.held_by else ""
+            await self.parts.wait(
+                self._changed.wait(),
+                waiter="loop",
+                on="rollouts",
+                what=f"batch {self.batch_index} ({selection.num_missing} groups missing{held})",
+                deadline_s=max(0.001, deadline_at_s - self.parts.clock()),
+            )
+        self.num_filtered = 0
+        check_error_share(self.ended, self.config.guards.max_error_share)
+        return self._close_batch(selection.batch)
+
+    def _drop_stale(self, groups: Sequence[Group]) -> None:
+        """on_overage = drop: buffered groups that are too old, and those in flight that already are."""
+        for group in groups:
+            del self.ready[group.id]
+            self.admission.withdraw()
+            self._drop_episodes(group.id, group.episodes, "stale")
+        if self.config.rollout.on_overage != "drop":
+            return
+        for group_id in overage_in_flight(self.issued_at, self.batch_index, self.config.rollout.max_staleness):
+            discarded = self.assembler.abandon(group_id, "stale")
+            for key in discarded.open_keys:
+                self._attempts.pop(key).cancel()
+            self.parts.ledger.drop(list(discarded.open_keys), "stale")
+            self._drop_group(group_id, discarded.episodes, "stale")
+
+    def _close_batch(self, groups: Sequence[Group]) -> RolloutBatch:
+        """Groups -> samples, checked token by token (I1, I2)."""
+        samples: list[Sample] = []
+        for group in groups:
+            del self.ready[group.id]
+            for episode in group.scored:
+                own = samples_from_episode(episode, f"group-{group.id}", self.config.sampling.temperature)
+                check_trained_once(own, episode)
+                for sample in own:
+                    check_sample(sample, episode, self.batch_index)
+                samples += own
+        check_prefixes(samples)
+        if self.config.rollout.on_overage == "mask":
+            samples = [mask_overage(s, self.batch_index, self.config.rollout.max_staleness) for s in samples]
+        self.admission.close_batch(len(groups))
+        version = self.parts.trainer.version
+        return RolloutBatch(index=self.batch_index, groups=tuple(groups), samples=tuple(samples), version=version)
+
+    # -------------------------------------------------------------------------------------- train and publish
+
+    async def _update(self, batch: RolloutBatch) -> dict[str, float]:
+        """Optimizer steps of one rollout batch. Before the first, fresh tokens must have ratio 1 (I5)."""
+        parts, waits = self.parts, self.config.waits
+        record = TrainRecord(batch)
+        plan = await parts.on_trainer(
+            parts.plan, batch, what=f"plan of batch {batch.index}", deadline_s=waits.forward_backward_s
+        )
+        for number, minibatch in enumerate(plan):
+            what = f"step {number + 1} of {len(plan)} of batch {batch.index}"
+            metrics = await parts.on_trainer(
+                parts.forward_backward, minibatch, what=f"gradient of {what}", deadline_s=waits.forward_backward_s
+            )
+            if number == 0:
+                check_first_ratio(metrics, parts.max_ratio_error, batch.index)
+            record.add(minibatch, metrics, parts.trainer.last_logprobs())
+            if parts.shares_weights:
+                await self._pause_engine()
+            record.add_step(
+                await parts.on_trainer(parts.trainer.optim_step, what=what, deadline_s=waits.optim_step_s)
+            )
+        parts.ledger.train([e.key for e in batch.episodes if e.is_scored], batch.index + 1)
+        for group in batch.groups:
+            self.cursor.settle(group.id)
+        parts.ledger_store.commit()
+        parts.reporter.trained(record)
+        return record.metrics()
+
+    async def _publish(self) -> dict[str, float]:
+        """The new version reaches the engine and is proved before anything is served by it (I6)."""
+        deadline_s = self.config.waits.publish_s
+        update = await self.parts.on_trainer(self.parts.publish, what="publish", deadline_s=deadline_s)
+        await self._pause_engine()
+        await self._on_engine(self.parts.engine.update_weights(update), f"update_weights to {update.version}")
+        self.batch_index += 1
+        metrics: dict[str, float] = {}
+        if self.batch_index % self.config.guards.canary_every == 0:
+            proof = self.parts.canary.prove(update.version, self.parts.trainer_checksums)
+            metrics["canary/max_gap"] = (await self._on_engine(proof, f"canary of {update.version}")).max_gap
+        await self._on_engine(self.parts.engine.resume(), "resume")
+        self._engine_is_paused = False
+        self.parts.watchdog.progress(f"published {update.version}")
+        return metrics
+
+    async def _pause_engine(self) -> None:
+        if not self._engine_is_paused:
+            await self._on_engine(self.parts.engine.pause("keep"), "pause, after its current decode step")
+            self._engine_is_paused = True
+
+    async def _on_engine(self, call: Awaitable[T], what: str) -> T:
+        deadline_s = self.config.waits.publish_s
+        return await self.parts.wait(call, waiter="loop", on="engine", what=what, deadline_s=deadline_s)
+
+    # --------------------------------------------------------------------------------- evaluate and checkpoint
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Held-out tasks on the current version. It stays pinned: nothing publishes while the loop waits here."""
+        result = await self.parts.evaluate(self.play, self.parts.trainer.version)
+        self.evaluations.append((self.batch_index, result))
+        self.parts.watchdog.progress("evaluation")
+        return result.metrics()
+
+    async def _checkpoint(self) -> None:
+        """Cut here. Order: books say 'cut', files, completeness marker, books say 'checkpoint'."""
+        parts, update = self.parts, self.batch_index
+        if parts.ledger.committed_update == update:
+            return  # this very version is safe already
+        owed = [*self._attempts, *(e.key for g in self.ready.values() for e in g.scored)]
+        owed += [e.key for g in self.assembler.open_groups for e in self.assembler.ended(g) if e.is_scored]
+        parts.ledger.check(in_flight=owed, full=True)  # issued = trained + dropped + failed + in flight (I10)
+        state = {"batch_index": update, "cursor": self.cursor.state(), "ledger": parts.ledger_store.position}
+        parts.ledger.cut(update)
+        parts.ledger_store.commit()
+        await parts.on_trainer(
+            parts.save_checkpoint, update, state, what=f"checkpoint {update}",
+            deadline_s=self.config.waits.checkpoint_s,
+        )  # fmt: skip
+        oldest = parts.checkpoints.oldest()
+        parts.ledger.checkpoint(update, None if oldest is None else oldest.step)
+        parts.ledger_store.commit()
+        parts.episodes.compact()

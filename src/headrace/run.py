@@ -1,0 +1,170 @@
+"""Starts and ends a run: signals, the stall watch, first causes, and the report that is left whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.config.schema import RunConfig
+from headrace.control.checks import GuardError
+from headrace.control.watchdog import DeadlineError
+from headrace.errors import HeadraceError
+from headrace.evaluation.result import EvaluationResult
+from headrace.loop import Loop
+from headrace.monitor.report import write_curve_png, write_report
+from headrace.trainer.weights import NonFiniteError
+from headrace.wiring import Parts, build_parts
+
+WATCH_INTERVAL_S = 5.0
+START_DEADLINE_S = 120.0
+"""For the verifiers' self-tests."""
+
+
+class StallError(HeadraceError):
+    """Nothing moved for too long; the message is the watchdog's report (I19)."""
+
+
+class RunFailed(HeadraceError):
+    """A guard or a deadline ended the run. The message says what, where, and how to go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run came to."""
+
+    run_dir: Path
+    report: Path
+    num_updates: int
+    """Published versions, those of earlier lineages included."""
+    stopped: bool
+    """Ended by Ctrl-C or SIGTERM before its last batch."""
+    evaluations: tuple[tuple[int, EvaluationResult], ...]
+    """(version number, result) of this process's evaluations, oldest first."""
+
+
+def train(config: RunConfig, *, resume_from: Path | None = None) -> TrainResult:
+    """Run ``config`` to its end, from its start or from the newest complete checkpoint of ``resume_from``.
+
+    Raises HeadraceError for what the user can mend, RunFailed where a guard or a deadline ended the run.
+    """
+    return asyncio.run(_train(config, resume_from))
+
+
+async def _train(config: RunConfig, resume_from: Path | None) -> TrainResult:
+    parts = build_parts(config, resume_from=resume_from)
+    loop: Loop | None = None
+    try:
+        parts.progress.start()
+        await parts.wait(
+            parts.reward.start(), waiter="loop", on="reward", what="the verifiers' self-tests",
+            deadline_s=START_DEADLINE_S,
+        )  # fmt: skip
+        loop = Loop(parts)
+        with _stop_on_signals(loop):
+            await _run_watched(loop)
+    except BaseException as error:
+        cause = first_cause(error)
+        if isinstance(cause, (GuardError, DeadlineError, NonFiniteError)):
+            raise RunFailed(_failure(parts, cause)) from error
+        raise cause from None
+    finally:
+        await _leave(parts)
+    return TrainResult(
+        run_dir=parts.run_dir.path,
+        report=parts.run_dir.report_path,
+        num_updates=loop.batch_index,
+        stopped=loop.stop_requested and loop.batch_index < config.trainer.num_batches,
+        evaluations=tuple(loop.evaluations),
+    )
+
+
+async def _run_watched(loop: Loop) -> None:
+    """The loop, and beside it the watch; whichever ends first decides."""
+    work = asyncio.create_task(loop.run(), name="loop")
+    watch = asyncio.create_task(_watch(loop.parts), name="watch")
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            watch.result()  # raises
+        await work
+    finally:
+        watch.cancel()
+        work.cancel()
+
+
+async def _watch(parts: Parts) -> None:
+    """I19: no progress makes a report; as long again without any ends the run."""
+    while True:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        if not parts.watchdog.stalled():
+            continue
+        report = parts.watchdog.report_text()
+        path = _write_stall_report(parts, report)
+        parts.progress.note(f"no progress for {parts.watchdog.idle_s:.0f} s; who waits on whom: {path}")
+        while parts.watchdog.stalled():
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            if parts.watchdog.idle_s > 2 * parts.watchdog.stall_after_s:
+                raise StallError(f"the run stands still and was ended. {report}\n{_how_to_resume(parts)}")
+
+
+def _write_stall_report(parts: Parts, report: str) -> Path:
+    path = parts.run_dir.path / "stall-report.txt"
+    path.write_text(report + "\n")
+    return path
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The exception that started it all, out of the groups that asyncio wraps around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _failure(parts: Parts, cause: BaseException) -> str:
+    path = _write_stall_report(parts, parts.watchdog.report_text())
+    return f"{cause}\nWho waited on whom: {path}\n{_how_to_resume(parts)}"
+
+
+def _how_to_resume(parts: Parts) -> str:
+    checkpoint = parts.checkpoints.latest()
+    start = f"checkpoint {checkpoint.step}" if checkpoint else "the initial weights (no checkpoint was complete yet)"
+    return f"Nothing is lost up to {start}; once mended, go on with: headrace resume {parts.run_dir.path}"
+
+
+@contextmanager
+def _stop_on_signals(loop: Loop) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) asks the loop to stop at a safe point; the second ends the process at once."""
+    event_loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if loop.stop_requested:
+            print("headrace: second signal: leaving without a checkpoint", file=sys.stderr)
+            os._exit(128 + number)
+        loop.parts.progress.note("stopping after the update in progress; once more to leave at once")
+        loop.stop()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        for number in numbers:
+            event_loop.add_signal_handler(number, on_signal, number)
+    except (RuntimeError, ValueError):  # not on the main thread (a test, a notebook): its own handlers stay
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in numbers:
+            event_loop.remove_signal_handler(number)
+
+
+async def _leave(parts: Parts) -> None:
+    """Close everything, then write the report: also after a failure, which is when it is needed most."""
+    await parts.close()
+    write_report(parts.run_dir.path)
+    write_curve_png(parts.run_dir.path)
