@@ -16,7 +16,6 @@ What is guaranteed about a loaded model:
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from headrace.config.schema import LoraConfig
 from headrace.errors import HeadraceError
 from headrace.model.attention import ATTENTION_NAME
 from headrace.model.head import output_head
+from headrace.model.paths import resolve_model_path
 from headrace.model.verify import verify_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -133,8 +133,9 @@ def prepare_model(
 
 
 def resolve_path(path: str | Path) -> str:
-    """The folder or hub id to load from. Raises ModelError for what looks like a local path and is not there."""
-    text = str(path)
+    """The folder or hub id to load from. Raises ModelError for what looks like a local path and is not there, and
+    ModelNotFetchedError for the name of a model that was not fetched yet."""
+    text = resolve_model_path(str(path))
     folder = Path(text).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -156,14 +157,6 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module tree over the very same parameters and buffers."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
-
-
-def weight_checksums(model: torch.nn.Module) -> dict[str, str]:
-    """Parameter name -> SHA-256 of its bytes (16 hex digits), for I6. Reads every weight once."""
-    return {
-        name: hashlib.sha256(p.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data).hexdigest()[:16]
-        for name, p in model.named_parameters()
-    }
 
 
 def _add_adapter(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:

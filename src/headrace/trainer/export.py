@@ -8,7 +8,11 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from headrace.model.load import ADAPTER_NAME, LoadedModel
+from headrace.config.load import restore_config
+from headrace.model.load import ADAPTER_NAME, LoadedModel, load_model
+from headrace.record.checkpoints import find_checkpoints
+from headrace.record.run_dir import read_run_info
+from headrace.trainer.weights import STATE_FILE, CheckpointError, restore_model
 
 
 def export_model(loaded: LoadedModel, path: Path) -> None:
@@ -34,3 +38,29 @@ def _merged(loaded: LoadedModel) -> dict[str, Tensor]:
             delta: Tensor = module.get_delta_weight(ADAPTER_NAME)  # type: ignore[attr-defined]
             state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
     return state
+
+
+def export_checkpoint(source: Path, dest: Path) -> Path:
+    """Export a checkpoint as a plain Hugging Face folder at ``dest``, and return ``dest``.
+
+    ``source`` is a run's folder (its newest complete checkpoint is taken) or one of its checkpoint folders. Raises
+    CheckpointError where there is none, or ``dest`` is not empty.
+    """
+    checkpoint = _find_checkpoint(source)
+    if dest.exists() and any(dest.iterdir()):
+        raise CheckpointError(f"{dest} is not empty; name a new folder to export into")
+    run_file = checkpoint.parent.parent / "run.json"
+    config = restore_config(read_run_info(checkpoint.parent.parent)["config"], str(run_file))
+    loaded = load_model(config.model.path, config.model.dtype, lora=config.model.lora, seed=config.seed)
+    restore_model(loaded, checkpoint)
+    export_model(loaded, dest)
+    return dest
+
+
+def _find_checkpoint(source: Path) -> Path:
+    if (source / STATE_FILE).is_file():
+        return source
+    checkpoints = find_checkpoints(source / "checkpoints")
+    if not checkpoints:
+        raise CheckpointError(f"{source} is neither a checkpoint nor a run with a complete checkpoint")
+    return checkpoints[-1].path

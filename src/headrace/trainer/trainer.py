@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields
 from headrace.config.schema import TrainerConfig
 from headrace.model.head import output_head
-from headrace.model.load import LoadedModel, weight_checksums
+from headrace.model.load import LoadedModel
 from headrace.model.logprobs import token_logprobs
 from headrace.model.packing import PackedRow, pack, split_microbatches
 from headrace.protocols import Algorithm, WeightUpdate
@@ -93,10 +93,6 @@ class PolicyTrainer:
         """Log-probabilities that the last forward_backward computed: sample id -> float32 [T] on the CPU, 0 where
         the mask is 0. Samples whose pass was skipped are absent."""
         return dict(self._last_logprobs)
-
-    def weight_checksums(self) -> dict[str, str]:
-        """Name -> checksum of the weights that the next pass will use (I6)."""
-        return weight_checksums(self._model)
 
     # ------------------------------------------------------------------------------------------ passes
 

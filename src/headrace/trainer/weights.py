@@ -36,14 +36,13 @@ class TrainableWeights:
     """Masters, gradients and AdamW. ``masters`` maps parameter names to the tensors that the optimizer steps."""
 
     def __init__(self, loaded: LoadedModel, config: TrainerConfig) -> None:
-        self._parameters = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
-        self.masters: dict[str, Tensor] = {}
+        self._parameters = trainable(loaded)
+        self.masters = masters_of(loaded)
         for name, parameter in self._parameters.items():
-            master = loaded.masters.get(name)
-            if master is None:
-                self.masters[name] = parameter
+            master = self.masters[name]
+            if master is parameter:
                 continue
-            self.masters[name] = master.requires_grad_(True)
+            master.requires_grad_(True)
             parameter.register_post_accumulate_grad_hook(_give_gradient_to(master))  # type: ignore[no-untyped-call]
         self.optimizer = torch.optim.AdamW(
             self.masters.values(),
@@ -81,7 +80,7 @@ class TrainableWeights:
             group["lr"] = rate
         self.optimizer.step()
         self.clear()
-        self._round_into_model()
+        round_into_model(self._parameters, self.masters)
         return norm, True
 
     def clear(self) -> None:
@@ -99,12 +98,6 @@ class TrainableWeights:
                     "Resume from the last checkpoint with a lower learning rate"
                 )
 
-    @torch.no_grad()
-    def _round_into_model(self) -> None:
-        for name, parameter in self._parameters.items():
-            if parameter is not self.masters[name]:
-                parameter.copy_(self.masters[name])
-
     def save(self, path: Path) -> None:
         """Masters and optimizer moments as safetensors, under their parameters' names."""
         save_file({name: m.detach().contiguous() for name, m in self.masters.items()}, path / WEIGHTS_FILE)
@@ -118,8 +111,7 @@ class TrainableWeights:
     @torch.no_grad()
     def restore(self, path: Path) -> None:
         """Raises CheckpointError where the names or shapes are not those of this model."""
-        load_weights(self.masters, path)
-        self._round_into_model()
+        load_weights(self._parameters, self.masters, path)
         state: dict[Tensor, dict[str, Tensor]] = {}
         for key, value in load_file(path / OPTIMIZER_FILE).items():
             name, _, field = key.rpartition("/")
@@ -130,9 +122,35 @@ class TrainableWeights:
         self.clear()
 
 
+def trainable(loaded: LoadedModel) -> dict[str, Tensor]:
+    return {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
+
+
+def masters_of(loaded: LoadedModel) -> dict[str, Tensor]:
+    """What the optimizer steps, by parameter name: the master copy where there is one, else the parameter itself."""
+    return {name: loaded.masters.get(name, p) for name, p in trainable(loaded).items()}
+
+
 @torch.no_grad()
-def load_weights(masters: dict[str, Tensor], path: Path) -> None:
-    """Copy the weights of a trainer checkpoint into ``masters``, in place."""
+def round_into_model(parameters: dict[str, Tensor], masters: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if parameter is not masters[name]:
+            parameter.copy_(masters[name])
+
+
+def restore_model(loaded: LoadedModel, path: Path) -> None:
+    """Put the weights of the trainer checkpoint ``path`` into a model that was loaded as the run's start.
+
+    Raises CheckpointError where they do not fit. Enough for evaluation and export; a trainer has its own restore.
+    """
+    load_weights(trainable(loaded), masters_of(loaded), path)
+
+
+@torch.no_grad()
+def load_weights(parameters: dict[str, Tensor], masters: dict[str, Tensor], path: Path) -> None:
+    """Copy the weights of a trainer checkpoint into ``masters`` and, rounded, into ``parameters``, in place."""
+    if not (path / WEIGHTS_FILE).is_file():
+        raise CheckpointError(f"{path} is no trainer checkpoint: it holds no {WEIGHTS_FILE}")
     saved = load_file(path / WEIGHTS_FILE)
     wrong = sorted(saved.keys() ^ masters.keys())
     wrong += [name for name in saved.keys() & masters.keys() if saved[name].shape != masters[name].shape]
@@ -143,6 +161,7 @@ def load_weights(masters: dict[str, Tensor], path: Path) -> None:
         )
     for name, master in masters.items():
         master.copy_(saved[name])
+    round_into_model(parameters, masters)
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
