@@ -11,7 +11,7 @@ SETUP_DONE := $(VENV)/.setup-done
 BENCH_DONE := $(BENCH_VENV)/.setup-done
 TORCH := $(shell grep '^torch==' constraints.txt)
 # What the tests and the quickstart use. The other extras (wandb, mlflow, vllm, ray) are larger than the rest together.
-EXTRAS := environments,smollm2,tensorboard,trackio,prometheus
+EXTRAS := environments,tensorboard,trackio,prometheus
 FAST_TESTS := tests/unit tests/parity tests/fault tests/learning
 # One thread per process: tests start processes of their own, and more threads than cores slow all of them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -45,15 +45,22 @@ def run_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def fake_loop(monkeypatch: pytest.MonkeyPatch, behaviour: Callable[[RunConfig], Any] = lambda _: None) -> Loop:
-    """Replaces ``headrace.loop`` (and torch with it) by a record of how ``train`` was called."""
+def result(config: RunConfig, *, stopped: bool = False) -> Any:
+    """What ``train`` returns, as far as the command reads it."""
+    return SimpleNamespace(
+        run_dir=config.run_dir, report=config.run_dir / "report.html", num_updates=5, stopped=stopped
+    )
+
+
+def fake_loop(monkeypatch: pytest.MonkeyPatch, behaviour: Callable[[RunConfig], Any] = result) -> Loop:
+    """Replaces ``headrace.run`` (and torch with it) by a record of how ``train`` was called."""
     calls: Loop = []
 
     def train(config: RunConfig, *, resume_from: Path | None = None) -> Any:
         calls.append((config, resume_from))
         return behaviour(config)
 
-    monkeypatch.setitem(sys.modules, "headrace.loop", SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "headrace.run", SimpleNamespace(train=train))
     return calls
 
 
@@ -180,6 +187,16 @@ def test_ctrl_c_exits_130_and_says_how_to_resume(
     assert ("headrace resume" in message) == has_checkpoints
     if has_checkpoints:
         assert message == "headrace: interrupted; go on with: headrace resume runs/demo\n"
+
+
+def test_run_that_ctrl_c_stopped_at_a_safe_point_exits_130_too(
+    run_toml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_loop(monkeypatch, lambda config: result(config, stopped=True))
+    assert main(["train", str(run_toml)]) == 130
+    out = capsys.readouterr().out
+    assert "report: runs/demo/report.html" in out
+    assert "stopped after 5 updates; go on with: headrace resume runs/demo" in out
 
 
 def test_resume_restores_the_recorded_configuration_where_the_folder_lies_now(

@@ -57,7 +57,6 @@ WITHOUT_EFFECT_OR_CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"tasks": {"type": "arithmetic", "min_operand": 4, "max_operand": 4}}, "one problem cannot be split"),
     ({"tasks": FILE | {"held_out_path": "b.jsonl", "held_out_fraction": 0.1}}, "are both set"),
     ({"tasks": FILE, "evaluation": {"at_end": True}}, "evaluation is on, but there are no held-out tasks"),
-    ({"rewards": [{"type": "a", "weight": 0}, {"type": "b", "weight": 0}]}, "every weight is 0"),
     ({"trainer": {"schedule": {"final_fraction": 0.1}}}, "trainer.schedule.final_fraction has no effect"),
     (
         {"trainer": {"num_batches": 5, "schedule": {"warmup_steps": 5}}},
@@ -100,7 +99,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {"engine": {"max_context": 65}, "sampling": {"max_new_tokens": 64}},
     {"tasks": FILE},
     {"tasks": FILE | {"held_out_fraction": 0.1}, "evaluation": {"every": 5, "num_tasks": 3}},
-    {"rewards": [{"type": "a", "weight": 0}, {"type": "b"}]},
     {"trainer": {"num_batches": 5, "schedule": {"type": "linear", "warmup_steps": 4, "final_fraction": 0.1}}},
     {"trainer": {"num_batches": 2}, "evaluation": {"every": 10}, "checkpoint": {"every": 10}},
     {"guards": {"max_ratio_error_float32": 0.01}},

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 from headrace.errors import ConfigError
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
 TOP_LEVEL_KEYS = ("name", "output_dir", "seed")
 """Keys of a run that stand in no section, so that their flag has no dot."""
 

@@ -15,7 +15,7 @@ import headrace
 from headrace.cli import eval as eval_command
 from headrace.cli import inspect as inspect_command
 from headrace.cli import model, reward, train
-from headrace.cli.common import split_overrides
+from headrace.cli.common import INTERRUPTED, split_overrides
 from headrace.errors import HeadraceError
 
 _EPILOG = """\
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print(f"headrace: interrupted{_how_to_resume(args)}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _how_to_resume(args: argparse.Namespace | None) -> str:

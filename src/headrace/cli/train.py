@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.common import add_command
+from headrace.cli.common import INTERRUPTED, add_command
 from headrace.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -61,8 +61,12 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _run(config: RunConfig, args: argparse.Namespace, resume_from: Path | None) -> int:
-    from headrace.loop import train
+    from headrace.run import train
 
     args.run_dir = config.run_dir
-    train(config, resume_from=resume_from)
+    result = train(config, resume_from=resume_from)
+    print(f"report: {result.report}")
+    if result.stopped:
+        print(f"stopped after {result.num_updates} updates; go on with: headrace resume {result.run_dir}")
+        return INTERRUPTED
     return 0

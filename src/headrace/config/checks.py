@@ -134,7 +134,7 @@ def _no_room(name: str, limit: int, max_new_tokens: int) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------- tasks and rewards
+# ----------------------------------------------------------------------------------------------------- tasks
 
 
 def _tasks(config: RunConfig) -> Iterator[str]:
@@ -158,11 +158,6 @@ def _tasks(config: RunConfig) -> Iterator[str]:
                 "evaluation is on, but there are no held-out tasks: set tasks.held_out_path or "
                 "tasks.held_out_fraction, or turn evaluation off"
             )
-
-
-def _rewards(config: RunConfig) -> Iterator[str]:
-    if all(reward.weight == 0 for reward in config.rewards):
-        yield "rewards: every weight is 0, so that all rewards are equal and nothing is learned; give one a weight"
 
 
 # ------------------------------------------------------------------------- training, evaluation, monitoring
@@ -209,7 +204,7 @@ def _monitor(config: RunConfig) -> Iterator[str]:
         yield f'name = "{config.name}" would put the run outside its own folder; choose a name'
 
 
-_CHECKS = (_synchronous, _groups, _sampling, _tasks, _rewards, _training, _evaluation, _monitor)
+_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _evaluation, _monitor)
 
 
 # ----------------------------------------------------------------- what the engine and the algorithm can do
