@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import math
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
+
+_MAX_TEXT = 6000
+"""Characters of one message or reply in a report; the rest is in the record."""
 
 
 def number(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -64,3 +69,17 @@ def duration(seconds: float | None) -> str:
 def name_of(alarm: str) -> str:
     """The check's name in a recorded alarm, ``"name: message"``."""
     return alarm.partition(":")[0]
+
+
+def shown(value: Any, limit: int = _MAX_TEXT) -> str:
+    """``value`` as HTML text: markup escaped, invisible and direction-changing characters spelled out, cut at
+    ``limit`` characters."""
+    text = str(value)
+    cut = f" ... ({len(text) - limit:,} more characters)" if len(text) > limit else ""
+    return html.escape("".join(map(_visible, text[:limit]))) + cut
+
+
+def _visible(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
+        return character
+    return f"\\u{{{ord(character):x}}}"
