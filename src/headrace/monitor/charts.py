@@ -5,10 +5,12 @@ Text inside a chart is escaped; a hover title on each point gives its numbers.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.monitor.texts import shown
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54.0, 14.0, 12.0, 34.0
 _MAX_HOVERS = 400
@@ -26,8 +28,8 @@ class Series:
     high: Sequence[float] = ()
     colour: int = 1
     """1 to 6, of the page's palette."""
-    style: str = "line"
-    """'line', 'faint' (thin, no band), 'dashed' or 'dots' (with error bars)."""
+    style: Literal["line", "faint", "dots"] = "line"
+    """Thin for ``faint``; ``dots`` have error bars instead of a band."""
 
 
 @dataclass(slots=True)
@@ -73,10 +75,16 @@ def line_chart(
         place = axes.x(x)
         axes.parts.append(
             f'<line class="mark" x1="{place:.1f}" x2="{place:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}">'
-            f"<title>{html.escape(label)}</title></line>"
+            f"<title>{shown(label)}</title></line>"
         )
+    num_dots = 0
     for one in series:
-        _draw(axes, one)
+        if one.style == "dots":
+            # Side by side: two evaluations of one batch would hide each other.
+            _dots(axes, one, shift=6.0 * num_dots)
+            num_dots += 1
+        else:
+            _draw(axes, one)
     return _svg(axes)
 
 
@@ -104,23 +112,25 @@ def stacked_chart(
             axes.parts.append(
                 f'<rect class="f{i % 6 + 1}" x="{axes.x(place) - step * 0.4:.1f}" y="{top:.1f}" '
                 f'width="{step * 0.8:.1f}" height="{max(0.0, bottom - top):.1f}">'
-                f"<title>batch {place:g}, {html.escape(names[i])}: {tick_text(part[j])}</title></rect>"
+                f"<title>batch {place:g}, {shown(names[i])}: {tick_text(part[j])}</title></rect>"
             )
     return _svg(axes)
 
 
 def legend(names: Sequence[tuple[str, int]]) -> str:
     """HTML legend: (name, colour number)."""
-    return "".join(f'<span class="key"><i class="b{c}"></i>{html.escape(name)}</span>' for name, c in names)
+    return "".join(f'<span class="key"><i class="b{c}"></i>{shown(name)}</span>' for name, c in names)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last ``window`` values at each place (fewer at the start)."""
-    return [math.fsum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+    """Mean of the ``window`` (odd) values around each place, of fewer at the ends: centred, so that it does not lag."""
+    half = window // 2
+    parts = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return [math.fsum(part) / len(part) for part in parts]
 
 
 def tick_text(value: float) -> str:
-    """A short label: 0.25, 1.5k, 3e-06."""
+    """A short label: 0.25, 15k, 3e-06."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -128,7 +138,7 @@ def tick_text(value: float) -> str:
         return f"{value / 1e6:.3g}M"
     if size >= 1e4:
         return f"{value / 1e3:.3g}k"
-    return f"{value:.3g}" if size >= 1e-3 else f"{value:.0e}"
+    return f"{value:.3g}"
 
 
 # ------------------------------------------------------------------------------------------------- inside
@@ -192,46 +202,42 @@ def _frame(axes: _Axes) -> None:
 
 def _draw(axes: _Axes, series: Series) -> None:
     points = [(x, y) for x, y in zip(series.x, series.y, strict=True)]
-    has_interval = bool(series.low) and bool(series.high)
-    if series.style == "dots":
-        _dots(axes, series, has_interval)
-        return
-    if has_interval:
+    if series.low and series.high:
         edge = [f"{axes.x(x):.1f},{axes.y(h):.1f}" for x, h in zip(series.x, series.high, strict=True)]
         edge += [f"{axes.x(x):.1f},{axes.y(v):.1f}" for x, v in reversed(list(zip(series.x, series.low, strict=True)))]
         axes.parts.append(f'<polygon class="band f{series.colour}" points="{" ".join(edge)}"/>')
     for run in _finite_runs(points):
         path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in run)
-        kind = {"faint": " faint", "dashed": " dashed"}.get(series.style, "")
+        kind = " faint" if series.style == "faint" else ""
         axes.parts.append(f'<polyline class="line{kind} s{series.colour}" points="{path}"/>')
         if len(run) == 1:
-            axes.parts.append(_circle(axes, series, *run[0], 3.0, ""))
+            axes.parts.append(_circle(axes.x(run[0][0]), axes.y(run[0][1]), 3.0, f"dot f{series.colour}"))
     stride = max(1, len(points) // _MAX_HOVERS)
     for x, y in points[::stride]:
         if math.isfinite(y):
             title = f"{series.name}, batch {x:g}: {tick_text(y)}"
-            axes.parts.append(_circle(axes, series, x, y, 5.0, title, kind="hover"))
+            axes.parts.append(_circle(axes.x(x), axes.y(y), 5.0, "hover", title))
 
 
-def _dots(axes: _Axes, series: Series, has_interval: bool) -> None:
+def _dots(axes: _Axes, series: Series, shift: float) -> None:
     for index, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
         if not math.isfinite(y):
             continue
         title = f"{series.name}, batch {x:g}: {y:.3f}"
-        if has_interval:
+        place = axes.x(x) + shift
+        if series.low and series.high:
             low, high = series.low[index], series.high[index]
             title += f" [{low:.3f}, {high:.3f}]"
             axes.parts.append(
-                f'<line class="bar s{series.colour}" x1="{axes.x(x):.1f}" x2="{axes.x(x):.1f}" '
+                f'<line class="bar s{series.colour}" x1="{place:.1f}" x2="{place:.1f}" '
                 f'y1="{axes.y(low):.1f}" y2="{axes.y(high):.1f}"/>'
             )
-        axes.parts.append(_circle(axes, series, x, y, 4.0, title, kind=f"dot f{series.colour}"))
+        axes.parts.append(_circle(place, axes.y(y), 4.0, f"dot f{series.colour}", title))
 
 
-def _circle(axes: _Axes, series: Series, x: float, y: float, radius: float, title: str, kind: str = "") -> str:
-    kind = kind or f"dot f{series.colour}"
-    inside = f"<title>{html.escape(title)}</title>" if title else ""
-    return f'<circle class="{kind}" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="{radius}">{inside}</circle>'
+def _circle(x: float, y: float, radius: float, kind: str, title: str = "") -> str:
+    inside = f"<title>{shown(title)}</title>" if title else ""
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">{inside}</circle>'
 
 
 def _finite_runs(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:

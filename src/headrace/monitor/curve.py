@@ -11,7 +11,7 @@ from headrace.monitor.run_data import RunData, batch_of, load_run
 from headrace.monitor.texts import reward_interval
 from headrace.record.run_dir import write_atomically
 
-_SMOOTH = 8
+_SMOOTH = 7
 
 
 def write_curve_png(run_dir: Path, out: Path | None = None) -> Path:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 from headrace.monitor.charts import Series, legend, line_chart, moving_average, stacked_chart
 from headrace.monitor.run_data import RunData, batch_of
-from headrace.monitor.texts import number, reward_interval
+from headrace.monitor.texts import number, reward_interval, shown
 
-_SMOOTH = 8
+_SMOOTH = 7
 """Batches of the reward's moving average."""
 
 
@@ -49,10 +48,10 @@ def figures(run: RunData) -> str:
 def _figure(title: str, caption: str, keys: Sequence[tuple[str, int]], svg: str, *, is_wide: bool = False) -> str:
     if not svg:
         return ""
-    names = legend(keys) if len(keys) > 1 else ""
+    names = f'<div class="keys">{legend(keys)}</div>' if len(keys) > 1 else ""
     return (
-        f"<figure{' class=wide' if is_wide else ''}><h3>{html.escape(title)}</h3>"
-        f"<figcaption>{html.escape(caption)}</figcaption>{names}{svg}</figure>"
+        f"<figure{' class=wide' if is_wide else ''}><h3>{shown(title)}</h3>"
+        f"<figcaption>{shown(caption)}</figcaption>{names}{svg}</figure>"
     )
 
 
