@@ -219,8 +219,8 @@ class Ledger:
         last_cut = self._cuts[-1][0] if self._cuts else self.committed_update
         if update < self._update or update < last_cut or (update == last_cut and self._cuts):
             raise BooksError(
-                f"checkpoint {update} is cut after update {self._update} and checkpoint {last_cut}: a cut names the newest "
-                "update, and the same update is cut again only after its checkpoint is complete"
+                f"checkpoint {update} is cut after update {self._update} and checkpoint {last_cut}: a cut names the "
+                "newest update, and the same update is cut again only after its checkpoint is complete"
             )
         self._cuts.append((update, self._since))
         self._since = Counter()
