@@ -13,6 +13,9 @@ Example::
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +30,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from headrace.algorithms.fields import LossOutput, TokenFields
 from headrace.model.attention import ATTENTION_NAME
+from headrace.protocols import AlgorithmNeeds
+from headrace.types import AttemptKey, Group, PolicyVersion, RolloutBatch, Sample
 
 PAD, BOS, EOS, UNK, END = "<pad>", "<bos>", "<eos>", "<unk>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -117,6 +123,31 @@ def tiny_model(
     return model
 
 
+def compute_in_float64(model: PreTrainedModel) -> None:
+    """Make a tiny model's norms and rotary angles compute in float64, in place.
+
+    transformers computes both in float32 whatever the model's type is, and float32 kernels treat the last elements
+    of a tensor differently, so that results depend on the shape to 1e-7. Tests of split invariance need less.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_rms_norm, module)
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = partial(_rotary, module)
+
+
+def _rms_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    normed = hidden * (hidden.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+    weighted: torch.Tensor = module.weight * normed
+    return weighted
+
+
+def _rotary(module: Any, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = position_ids[..., None].double() * module.inv_freq.double()
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+
 def save_tiny(path: Path, *, alphabet: str = ALPHABET, **model_options: Any) -> Path:
     """Write a tiny model and its tokenizer as a Hugging Face folder at ``path``, and return ``path``.
 
@@ -126,3 +157,67 @@ def save_tiny(path: Path, *, alphabet: str = ALPHABET, **model_options: Any) -> 
     tiny_model(**{"vocab_size": len(tokenizer), **model_options}).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def make_sample(
+    prompt_ids: Sequence[int],
+    reply_ids: Sequence[int],
+    *,
+    group: int = 0,
+    member: int = 0,
+    branch: int = 0,
+    reply_mask: Sequence[int] | None = None,
+    logprobs: Sequence[float] | None = None,
+    version: PolicyVersion = PolicyVersion(0, 0),  # noqa: B008  # an immutable tuple
+    **fields: Any,
+) -> Sample:
+    """A training sample of a prompt and a reply. ``reply_mask`` and ``logprobs`` have one entry per reply id and
+    default to ones and zeros; ``fields`` are further fields of Sample."""
+    length = len(prompt_ids)
+    mask = (0,) * length + (tuple(reply_mask) if reply_mask is not None else (1,) * len(reply_ids))
+    given = tuple(logprobs) if logprobs is not None else (0.0,) * len(reply_ids)
+    return Sample(
+        **{
+            "id": f"g{group}m{member}/{branch}",
+            "key": AttemptKey(group, member),
+            "ids": (*prompt_ids, *reply_ids),
+            "mask": mask,
+            "prefix_length": length,
+            "prefix_key": f"g{group}",
+            "behaviour_logprobs": (0.0,) * length + given,
+            "versions": tuple(version if trained else None for trained in mask),
+            **fields,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """The smallest algorithm: loss = -advantage x log-probability, summed, over the minibatch's tokens.
+
+    ``advantages`` maps sample ids to the advantage of each of their tokens.
+    """
+
+    advantages: dict[str, float]
+    needs: AlgorithmNeeds = field(default_factory=AlgorithmNeeds)
+    zero_advantage_means_zero_gradient: bool = True
+    entropy_coefficient: float = 0.0
+
+    def keep_group(self, group: Group) -> bool:
+        return True
+
+    def shape_rewards(self, batch: RolloutBatch) -> list[float]:
+        return [sample.reward or 0.0 for sample in batch.samples]
+
+    def advantage(self, batch: RolloutBatch, **_: Any) -> list[torch.Tensor]:
+        return [torch.tensor(sample.mask, dtype=torch.float32) * self.advantages[sample.id] for sample in batch.samples]
+
+    def loss(self, logprobs_N: torch.Tensor, fields: TokenFields) -> LossOutput:
+        per_token_N = -fields.advantages_N.to(logprobs_N.dtype) * logprobs_N
+        if fields.entropy_N is not None:
+            per_token_N = per_token_N - self.entropy_coefficient * fields.entropy_N
+        return LossOutput(
+            per_token_N=per_token_N,
+            denominator=float(fields.totals.num_tokens),
+            metrics={"mean_advantage": (float(fields.advantages_N.sum()), float(len(fields.advantages_N)))},
+        )

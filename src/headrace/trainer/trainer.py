@@ -12,11 +12,13 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -242,12 +244,21 @@ def _make_reference(loaded: LoadedModel) -> PreTrainedModel:
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
-    """transformers recomputes a layer only where the layer itself is in training mode. Its children stay in eval
-    mode, so that nothing random wakes up; passes without gradient (the engine's) are not affected."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+    """Recompute each layer in the backward pass instead of keeping its activations.
+
+    The three attributes are what transformers' own switch sets (its name changed within version 5), with one
+    difference: only the layer itself goes into training mode, which it asks for; its children stay in eval mode, so
+    that nothing random wakes up. Passes without gradient (the engine's) are not affected.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layers that can be recomputed (model.activation_checkpointing)"
+        )
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+        layer.training = True
 
 
 def _select(minibatch: Minibatch, places: list[int]) -> Minibatch:
