@@ -225,6 +225,20 @@ def test_lines_that_a_resume_took_back_are_gone_and_the_resume_is_marked(tmp_pat
     assert "resumed as lineage 1" in report(path).text
 
 
+def test_evaluations_in_files_of_their_own_are_found(tmp_path: Path) -> None:
+    """The evaluation before the first batch has no metrics line; where there is one, the line counts."""
+    path = write_run(tmp_path / "r", [line(1), line(2, **{"eval/sampled_accuracy": 0.5})])
+    (path / "evaluations").mkdir()
+    for version, accuracy in (("0.0", 0.25), ("0.2", 0.99)):
+        summary = {"eval/sampled_accuracy": accuracy, "problems": []}
+        write_json_atomically(path / "evaluations" / f"version-{version}.json", {"summary": summary})
+    (path / "evaluations" / "version-0.1.json").write_text("{}")
+    run = load_run(path)
+    assert run.series("eval/sampled_accuracy") == ([0.0, 2.0], [0.25, 0.5])
+    assert run.problems and "version-0.1.json cannot be read" in run.problems[0]
+    assert "0.250 → 0.500" in report(path).text
+
+
 def test_overlapping_and_invalid_evaluations_are_said_to_be_so(tmp_path: Path) -> None:
     """F177: no claim inside the interval; an invalid result is shouted."""
     low = {"eval/sampled_accuracy": 0.3, "eval/sampled_low": 0.2, "eval/sampled_high": 0.5}

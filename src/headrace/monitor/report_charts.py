@@ -127,11 +127,13 @@ def _components(run: RunData) -> str:
 
 
 def _times(run: RunData) -> str:
-    parts = [("generation", "time/generation_s"), ("reward", "time/reward_s"), ("training", "time/train_s"),
-             ("publish", "time/publish_s")]  # fmt: skip
+    # With the loop's own three phases the bars add up to the batch; a phase's computing time may overlap others.
+    parts = [("gather rollouts", "time/gather_s"), ("train", "time/train_s"), ("publish", "time/publish_s")]
+    if not run.series("time/gather_s")[0]:
+        parts = [("generation", "time/generation_s"), ("reward", "time/reward_s"), *parts[1:]]
     lines = [line for line in run.lines if any(number(line, key) is not None for _, key in parts)]
     present = [(name, key) for name, key in parts if any(number(line, key) is not None for line in lines)]
     values = [[number(line, key) or 0.0 for line in lines] for _, key in present]
     svg = stacked_chart([n for n, _ in present], [float(batch_of(line)) for line in lines], values)
     keys = [(name, i + 1) for i, (name, _) in enumerate(present)]
-    return _figure("Time by phase", "seconds a batch; phases overlap where staleness allows it", keys, svg)
+    return _figure("Time by phase", "seconds a batch", keys, svg)

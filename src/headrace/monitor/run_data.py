@@ -5,6 +5,7 @@ What cannot be read is named in ``problems`` and shown in the report; the rest i
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from headrace.errors import HeadraceError
 from headrace.monitor.texts import number
 from headrace.record.episodes import read_episodes
 from headrace.record.files import RecordError
+from headrace.record.ledger_store import Survival
 from headrace.record.metrics import read_metrics
 from headrace.record.run_dir import read_run_info
 
@@ -82,6 +84,7 @@ def load_run(run_dir: Path, *, with_episodes: bool = True) -> RunData:
     except RecordError as error:
         run.problems.append(str(error))
     _read_lines(run)
+    _read_evaluations(run)
     if not run.info and not run.lines:
         raise ReportError(f"{run_dir} holds no run: {'; '.join(run.problems)}")
     if with_episodes:
@@ -103,6 +106,28 @@ def _read_lines(run: RunData) -> None:
             run.lines.append(line)
     except (RecordError, OSError) as error:
         run.problems.append(f"metrics were read up to here only: {error}")
+    run.lines.sort(key=batch_of)
+
+
+def _read_evaluations(run: RunData) -> None:
+    """Put evaluations that stand in a file of their own (the one before the first batch) among the lines."""
+    by_batch = {batch_of(line): line for line in run.lines}
+    for file in sorted((run.path / "evaluations").glob("version-*.json")):
+        try:
+            summary = json.loads(file.read_text())["summary"]
+            lineage, batch = (int(part) for part in file.stem.removeprefix("version-").split("."))
+            metrics = {name: value for name, value in summary.items() if name.startswith("eval/")}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            run.problems.append(f"{file} cannot be read as an evaluation: {type(error).__name__}: {error}")
+            continue
+        if not Survival(run.path / "ledger").holds(lineage, batch):
+            continue
+        line = by_batch.get(batch)
+        if line is None:
+            by_batch[batch] = {"update": batch, "lineage": lineage, **metrics}
+            run.lines.append(by_batch[batch])
+        elif not any(name.startswith("eval/") for name in line):
+            line.update(metrics)
     run.lines.sort(key=batch_of)
 
 
