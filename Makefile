@@ -30,18 +30,18 @@ $(SETUP_DONE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "headrace needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make setup PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -e ".[$(EXTRAS)]" --group dev -c constraints.txt
+	$(BIN)/python -m pip install -qq --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install -qq $(TORCH)
+	$(BIN)/python -m pip install -qq -e ".[$(EXTRAS)]" --group dev -c constraints.txt
 	@touch $@
 
 setup-bench: $(BENCH_DONE)  ## Make .venv-bench, where TRL lives
 
 $(BENCH_DONE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
-	$(BENCH_VENV)/bin/python -m pip install -q --upgrade "pip>=25.1"
-	$(BENCH_VENV)/bin/python -m pip install -q $(TORCH)
-	$(BENCH_VENV)/bin/python -m pip install -q --group bench -c constraints.txt
+	$(BENCH_VENV)/bin/python -m pip install -qq --upgrade "pip>=25.1"
+	$(BENCH_VENV)/bin/python -m pip install -qq $(TORCH)
+	$(BENCH_VENV)/bin/python -m pip install -qq --group bench -c constraints.txt
 	@touch $@
 
 quickstart: setup  ## Train SmolLM2-135M on one-digit multiplication; before and after on held-out problems

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.cli.export import ExportError, export_checkpoint
 from headrace.cli.main import main
 from headrace.config.load import resolved
 from headrace.config.schema import RunConfig
 from headrace.model.load import load_model
 from headrace.record.checkpoints import CheckpointStore, find_checkpoints
 from headrace.testing import save_tiny
+from headrace.trainer.export import export_checkpoint
 from headrace.trainer.trainer import PolicyTrainer
 
 
@@ -71,8 +71,6 @@ def test_run_exports_its_newest_checkpoint_and_a_checkpoint_itself(
     assert sorted(path.name for path in newest.parent.iterdir()) == ["newest", "oldest"]
 
 
-def test_nothing_to_export_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="has no complete checkpoint"):
-        export_checkpoint(tmp_path, tmp_path / "out")
-    with pytest.raises(ExportError, match="exists already"):
-        export_checkpoint(tmp_path, tmp_path)
+def test_nothing_to_export_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "neither a checkpoint nor a run with a complete checkpoint" in capsys.readouterr().err

@@ -285,6 +285,14 @@ def test_inspect_summarises_a_run(run_toml: Path, capsys: pytest.CaptureFixture[
     assert shown["checkpoints"] == "none"
 
 
+def test_report_is_written_again_from_the_record(run_toml: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "demo"
+    record_run(run_dir, load_config(run_toml))
+    assert main(["report", str(run_dir)]) == 0
+    assert "<html" in (run_dir / "report.html").read_text(encoding="utf-8")
+    assert (run_dir / "curve.png").stat().st_size > 0
+
+
 # ------------------------------------------------------------------------------------------------- start-up
 
 

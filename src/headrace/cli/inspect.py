@@ -1,4 +1,4 @@
-"""``headrace inspect RUN_DIR``: what a run is and how far it came. ``headrace report RUN_DIR``: report.html again.
+"""``headrace inspect RUN_DIR``: what a run is and how far it came. ``headrace report RUN_DIR``: report.html and curve.png again.
 
 Both only read files, so they work on a run that is still going on.
 """
@@ -23,7 +23,7 @@ def add_parsers(subparsers: Subparsers) -> None:
     parser = add_command(subparsers, "inspect", "Summarise a run: progress, reward, checkpoints, books")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.set_defaults(handler=_inspect)
-    parser = add_command(subparsers, "report", "Write a run's report.html again from its record")
+    parser = add_command(subparsers, "report", "Write a run's report.html and curve.png again from its record")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.set_defaults(handler=_report)
 
@@ -35,9 +35,11 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from headrace.monitor.curve import write_curve_png
     from headrace.monitor.report import write_report
 
     print(write_report(args.run_dir))
+    print(write_curve_png(args.run_dir))
     return 0
 
 

@@ -46,7 +46,7 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from headrace.cli.export import export_checkpoint
+    from headrace.trainer.export import export_checkpoint
 
     print(f"exported to {export_checkpoint(args.source, args.dest)}")
     return 0
