@@ -1,4 +1,4 @@
-"""``headrace inspect RUN_DIR``: what a run is and how far it came. ``headrace report RUN_DIR``: report.html and curve.png again.
+"""``headrace inspect RUN_DIR``: what a run is and how far it came. ``headrace report RUN_DIR``: its report again.
 
 Both only read files, so they work on a run that is still going on.
 """
