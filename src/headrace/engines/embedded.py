@@ -256,7 +256,8 @@ class TransformersEngine:
             while not self._is_held() and await self._advance(self._lane):
                 pass
         except asyncio.CancelledError as error:
-            self._fail(error)
+            # By close(), or because the event loop ends: not the engine's failure, but nobody will go on with these.
+            self._fail_requests("the event loop ended while it ran", error)
             raise
         except Exception as error:
             self._fail(error)

@@ -153,8 +153,8 @@ class DecodeLayout:
         self._mask_B11L: Tensor | None = None
         if min(lengths) + 1 < self._used:
             hidden_BL = torch.arange(self._used, device=device) > self.positions_B.unsqueeze(1)
-            mask_BL = torch.zeros(hidden_BL.shape, dtype=store.dtype, device=device).masked_fill_(hidden_BL, float("-inf"))
-            self._mask_B11L = mask_BL[:, None, None, :]
+            mask_BL = torch.zeros(hidden_BL.shape, dtype=store.dtype, device=device)
+            self._mask_B11L = mask_BL.masked_fill_(hidden_BL, float("-inf"))[:, None, None, :]
 
     def attend(
         self, module: nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float
