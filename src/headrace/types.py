@@ -387,6 +387,9 @@ class Sample:
     behaviour_logprobs: tuple[float, ...] = ()
     versions: tuple[PolicyVersion | None, ...] = ()
     kept_ids: tuple[tuple[int, ...] | None, ...] | None = None
+    num_versions: int = 1
+    """Policy versions that sampled any token of its episode. With more than one, the later tokens may stand on keys
+    and values of older weights, so that their ratio is not 1 even under the weights that sampled them."""
     temperature: float = 1.0
     """The temperature that the behaviour policy sampled with; the trainer scores with the same (I5)."""
     reward: float | None = None

@@ -21,7 +21,7 @@ from headrace.types import Task
 
 LETTERS = "abcdefgh"
 NUM_LETTERS = 5
-SFT_STEPS = 120
+SFT_STEPS = 190
 
 
 def is_fresh(word: str) -> bool:

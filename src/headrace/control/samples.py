@@ -74,6 +74,7 @@ def _sample(
         behaviour_logprobs=tuple(logprobs),
         versions=tuple(versions),
         kept_ids=tuple(kept_ids) if any(k is not None for k in kept_ids) else None,
+        num_versions=len(episode.trace.versions),
         temperature=temperature,
         reward=episode.reward,
         reward_T=tuple(rewards) if reward_T is not None else None,

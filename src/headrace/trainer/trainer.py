@@ -157,7 +157,15 @@ class PolicyTrainer:
         proximal_N = current_N if fields.proximal_logprobs_N is None else fields.proximal_logprobs_N
         metrics.add_tokens(proximal_N=proximal_N, behaviour_N=fields.behaviour_logprobs_N, entropy_N=entropy_N)
         if self._num_steps_since_publish == 0:
-            fresh_N = torch.tensor([v == self._version for v in row.field("versions")], device=current_N.device)
+            fresh_N = torch.tensor(
+                [
+                    sample.num_versions == 1 and version == self._version
+                    for sample in row.samples
+                    for version, trained in zip(sample.versions, sample.mask, strict=True)
+                    if trained
+                ],
+                device=current_N.device,
+            )
             metrics.add_fresh(current_N[fresh_N], fields.behaviour_logprobs_N[fresh_N])
         for sample, logprobs_T in zip(row.samples, row.scatter(current_N), strict=True):
             self._last_logprobs[sample.id] = logprobs_T
