@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.algorithms import PRESETS, build_algorithm
-from headrace.algorithms.advantages import ADVANTAGES
+from headrace.algorithms.advantages import ADVANTAGES, EpisodeRewards
 from headrace.config.schema import AlgorithmConfig
 from headrace.protocols import Algorithm
 from headrace.types import (
@@ -150,6 +150,26 @@ def test_batch_scaling_is_not_per_group() -> None:
     values = by_id(build("reinforce++"), *samples)
     expected = 0.5 / math.sqrt(12 * 0.25 / 11)
     assert [trained(s, values[s.id])[0] for s in samples] == pytest.approx([expected] * 2 + [-expected] * 2, rel=1e-6)
+
+
+def test_reinforce_baseline_whitens_what_is_centred_on_the_group() -> None:
+    """I17: R - group mean is +-2 and +-1 here, over 3 tokens each; unbiased std over the 12 tokens."""
+    samples = [sample(0, 0, 4.0), sample(0, 1, 0.0), sample(1, 0, 9.0), sample(1, 1, 7.0)]
+    values = by_id(build("reinforce++_baseline"), *samples)
+    std = math.sqrt(6 * (4 + 1) / 11)
+    assert [trained(s, values[s.id])[0] for s in samples] == pytest.approx([2 / std, -2 / std, 1 / std, -1 / std])
+
+
+def test_the_order_of_arrival_does_not_move_the_last_bit() -> None:
+    """I18: sums are formed in the order of the attempt keys; these rewards sum to other floats in another order."""
+    rewards = [0.1, 1e16, -1e16, 0.7]
+    episodes = [
+        EpisodeRewards(key=AttemptKey(0, m), reward=r, reward_T=torch.zeros(1).double()) for m, r in enumerate(rewards)
+    ]
+    for name in ("group_normalised", "group_centred", "leave_one_out"):
+        forward = ADVANTAGES[name].function(episodes)
+        backward = ADVANTAGES[name].function([episodes[i] for i in (3, 1, 0, 2)])
+        assert [float(forward[i]) for i in (3, 1, 0, 2)] == [float(v) for v in backward]
 
 
 def test_whitening_counts_tokens_and_not_samples() -> None:

@@ -320,6 +320,13 @@ def test_metrics_count_what_the_bounds_did() -> None:
     assert metrics["correction/weight"] == pytest.approx((1 + 1 + 2 + math.exp(-1), 4.0))
 
 
+def test_a_ratio_out_of_bounds_is_clipped_only_where_it_binds() -> None:
+    """The other sign of the advantage pulls the ratio back, so that PPO does not clip it, and does not count it."""
+    new, old = f64(-1.0, -2.0), f64(-1.5, -1.4)
+    metrics = build().loss(new, fields_of(f64(-1.0, 1.0), old=old)).metrics
+    assert metrics["policy/clipped_high"] == metrics["policy/clipped_low"] == (0.0, 2.0)
+
+
 @pytest.mark.parametrize("placement", ["loss", "reward"])
 def test_logged_kl_is_the_trained_kl(placement: str) -> None:
     """FAILURES 61: one function; the metric is the term that the loss adds, and is there for either placement."""
