@@ -18,7 +18,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-bench quickstart test test-integration test-full check bench clean
+.PHONY: help setup setup-bench quickstart test test-integration test-full bench clean \
+    check check-lint check-format check-types check-rooms
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -57,10 +58,18 @@ test-integration: setup  ## Whole runs with a real language model, and other pac
 test-full: setup  ## Every test, the slow ones too
 	$(PYTEST) tests $(ARGS)
 
-check: setup  ## Lint, format, strict types, and the rooms' import contracts
+check: check-lint check-format check-types check-rooms  ## Lint, format, strict types, and the rooms' import contracts
+
+check-lint: setup
 	$(BIN)/ruff check .
+
+check-format: setup
 	$(BIN)/ruff format --check .
+
+check-types: setup
 	$(BIN)/mypy
+
+check-rooms: setup
 	$(BIN)/lint-imports --no-cache
 
 bench: setup setup-bench  ## headrace against TRL, and the engine against generate(); writes JSON
