@@ -66,7 +66,8 @@ def test_control_text_inside_other_fields_stays_text() -> None:
     """I3 also for what a template prints besides the content, such as tool calls."""
     tokenizer = chatml_tokenizer()
     template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ m.calls[0].name }}<|im_end|>{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.calls %}{{ m.calls[0].name }}{% endif %}<|im_end|>{% endfor %}"
     )
     tokenizer.chat_template = template
     renderer = ChatRenderer(tokenizer, eos_ids=(256,))
