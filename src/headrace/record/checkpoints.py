@@ -117,6 +117,9 @@ class CheckpointStore:
                 folder.rename(replaced_by)
             else:
                 shutil.rmtree(folder)
+        for folder in self._path.iterdir():
+            if _NAME.match(folder.name) and not (folder / _MARKER).is_file():
+                shutil.rmtree(folder)  # killed before its marker was written, or after it was taken away
 
     def _remove_surplus(self) -> None:
         for checkpoint in find_checkpoints(self._path)[: -self._keep]:

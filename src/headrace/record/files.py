@@ -79,29 +79,42 @@ _held: set[Path] = set()
 
 class FileLock:
     """One process holds it. The kernel lets go when that process dies, so that a lock is never stale; the file's text
-    (pid, host) is for the message only. POSIX record locks: a forked child does not inherit them."""
+    (pid, host) is for the message only. POSIX record locks: a forked child does not inherit them. They end when any
+    descriptor of the file is closed, so the lock has a file of its own that nobody else opens."""
 
     def __init__(self, path: Path, what: str) -> None:
         """Take the lock. Raises RecordError naming the holder where another process, or this one, has it."""
         self._path = path.resolve()
         if self._path in _held:
             raise RecordError(f"{what} is open in this process already ({path}); close it first")
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(self._fd, 200).decode(errors="replace").strip() or "another process"
-            os.close(self._fd)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise disk_error(path, "locking", error) from error
-            raise RecordError(f"{what} is being written by {holder} ({path}); wait for it, or end it") from None
+        self._fd = -1
+        while self._fd < 0:
+            self._fd = self._take(what)
         _held.add(self._path)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
+    def _take(self, what: str) -> int:
+        """Open and lock the file; -1 where its last holder removed it in between."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
+            os.close(fd)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise disk_error(self._path, "locking", error) from error
+            message = f"{what} is being written by {holder} ({self._path}); wait for it, or end it"
+            raise RecordError(message) from None
+        if self._path.exists() and self._path.stat().st_ino == os.fstat(fd).st_ino:
+            return fd
+        os.close(fd)
+        return -1
+
     def release(self) -> None:
-        """Let go; a second call does nothing."""
+        """Let go and remove the file; a second call does nothing."""
         if self._fd >= 0:
+            self._path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
             _held.discard(self._path)

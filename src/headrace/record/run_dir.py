@@ -86,24 +86,13 @@ class RunDirectory:
         """Make the folder of a new run. Raises RecordError where ``path`` holds anything already."""
         if path.exists() and not path.is_dir():
             raise RecordError(f"the output folder {path} is a file; choose another name or output_dir")
-        if (path / "run.json").exists():
-            other = read_run_info(path)
-            raise RecordError(
-                f"the output folder {path} holds another run ({other.get('name', '?')}): resume that one with "
-                f"`headrace resume {path}`, or choose another name or output_dir"
-            )
-        if path.exists() and any(p.name != "lock" for p in path.iterdir()):
-            raise RecordError(
-                f"the output folder {path} is not empty and holds no run; headrace does not mix its files with others: "
-                "choose another name or output_dir"
-            )
         path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path / "lock", f"run {path.name}")
         try:
+            _refuse_other_content(path)
             run = cls(path, {"schema_version": SCHEMA_VERSION, **run_info}, lock)
-            for folder in (run.ledger_path, run.episodes_path, run.spans_path, run.checkpoints_path):
-                folder.mkdir(exist_ok=True)
             write_json_atomically(path / "run.json", run.info)
+            run._make_folders()
         except BaseException:
             lock.release()
             raise
@@ -113,7 +102,13 @@ class RunDirectory:
     def open(cls, path: Path) -> RunDirectory:
         """Open an existing run for writing (a resume). Raises RecordError where it is none, or is being written."""
         info = read_run_info(path)
-        return cls(path, info, FileLock(path / "lock", f"run {path.name}"))
+        run = cls(path, info, FileLock(path / "lock", f"run {path.name}"))
+        run._make_folders()
+        return run
+
+    def _make_folders(self) -> None:
+        for folder in (self.ledger_path, self.episodes_path, self.spans_path, self.checkpoints_path):
+            folder.mkdir(exist_ok=True)
 
     @property
     def ledger_path(self) -> Path:
@@ -142,3 +137,18 @@ class RunDirectory:
     def close(self) -> None:
         """Let go of the lock; a second call does nothing."""
         self._lock.release()
+
+
+def _refuse_other_content(path: Path) -> None:
+    if (path / "run.json").exists():
+        other = read_run_info(path)
+        raise RecordError(
+            f"the output folder {path} holds another run ({other.get('name', '?')}): resume that one with "
+            f"`headrace resume {path}`, or choose another name or output_dir"
+        )
+    # "lock" is ours; a temporary run.json is what a process left that was killed before it had begun.
+    if any(p.name != "lock" and not p.name.startswith(".run.json.") for p in path.iterdir()):
+        raise RecordError(
+            f"the output folder {path} is not empty and holds no run; headrace does not mix its files with others: "
+            "choose another name or output_dir"
+        )
