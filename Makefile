@@ -12,6 +12,7 @@ BENCH_DONE := $(BENCH_VENV)/.setup-done
 TORCH := $(shell grep '^torch==' constraints.txt)
 # What the tests and the quickstart use. The other extras (wandb, mlflow, vllm, ray) are larger than the rest together.
 EXTRAS := environments,tensorboard,trackio,prometheus
+MODEL_PATH := $(BIN)/python -c "from headrace.model.paths import resolve_model_path as r; print(r('smollm2-135m'))"
 FAST_TESTS := tests/unit tests/parity tests/fault tests/learning
 # One thread per process: tests start processes of their own, and more threads than cores slow all of them down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -72,10 +73,11 @@ check-types: setup
 check-rooms: setup
 	$(BIN)/lint-imports --no-cache
 
-bench: setup setup-bench  ## headrace against TRL, and the engine against generate(); writes JSON
+bench: setup setup-bench  ## headrace against TRL, the engine against generate(), and the cost of the books; writes JSON
 	$(BIN)/headrace model fetch smollm2-135m
-	$(BIN)/python benchmarks/engine.py $(ARGS)
-	$(BIN)/python benchmarks/versus_trl.py --trl-python $(BENCH_VENV)/bin/python $(ARGS)
+	$(BIN)/python benchmarks/engine.py --model "$$($(MODEL_PATH))"
+	$(BIN)/python benchmarks/bookkeeping.py
+	$(BIN)/python benchmarks/versus_trl.py --model "$$($(MODEL_PATH))" --trl-python $(BENCH_VENV)/bin/python $(ARGS)
 
 clean:  ## Remove the environments and caches (runs and models stay)
 	rm -rf $(VENV) $(BENCH_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
