@@ -15,7 +15,7 @@ Legend: T tokens of the row, U distinct predictors, N trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,29 +104,42 @@ def split_microbatches(samples: Sequence[Sample], max_tokens: int, *, share_prom
         own = sample.prefix_key if share_prompts and sample.prefix_key else sample.key
         group = group_of.setdefault(sample.key, own)
         groups.setdefault(group, {}).setdefault(sample.key, []).append((index, sample))
-    batches: list[list[IndexedSample]] = [[]]
+    batches: list[list[IndexedSample]] = []
+    size, prompts = max_tokens, set[object]()  # of the last batch; the first group opens one
     for episodes in groups.values():
         whole = [item for episode in episodes.values() for item in episode]
-        if batches[-1] and _num_tokens(batches[-1] + whole, share_prompts) > max_tokens:
+        if size + _num_new_tokens(whole, prompts, share_prompts) > max_tokens:
             batches.append([])
+            size, prompts = 0, set()
         for episode in episodes.values():
-            if batches[-1] and _num_tokens(batches[-1] + episode, share_prompts) > max_tokens:
+            if batches[-1] and size + _num_new_tokens(episode, prompts, share_prompts) > max_tokens:
                 batches.append([])
+                size, prompts = 0, set()
+            size += _num_new_tokens(episode, prompts, share_prompts)
+            prompts |= {_prompt_key(item, share_prompts) for item in episode}
             batches[-1].extend(episode)
-    return [batch for batch in batches if batch]
+    return batches
 
 
-def _num_tokens(items: Iterable[IndexedSample], share_prompts: bool) -> int:
-    return sum(shape.num_tokens for shape, _ in _trees(items, share_prompts))
+def _prompt_key(item: IndexedSample, share_prompts: bool) -> object:
+    """Samples with one key lie in one tree."""
+    index, sample = item
+    shared = share_prompts and sample.prefix_key and sample.prefix_length
+    return (sample.prefix_key, sample.prefix_length) if shared else index
+
+
+def _num_new_tokens(items: Sequence[IndexedSample], prompts: Set[object], share_prompts: bool) -> int:
+    """Tokens that ``items`` add to a row which holds ``prompts`` already."""
+    replies = sum(input_length(sample) - sample.prefix_length for _, sample in items)
+    length_of = {_prompt_key(item, share_prompts): item[1].prefix_length for item in items}
+    return replies + sum(length for key, length in length_of.items() if key not in prompts)
 
 
 def _trees(items: Iterable[IndexedSample], share_prompts: bool) -> list[tuple[TreeShape, list[IndexedSample]]]:
     """Samples by shared prompt, in order of first appearance, each with its tree's lengths."""
     by_prompt: dict[object, list[IndexedSample]] = {}
     for index, sample in items:
-        shared = share_prompts and sample.prefix_key and sample.prefix_length
-        key: object = (sample.prefix_key, sample.prefix_length) if shared else index
-        by_prompt.setdefault(key, []).append((index, sample))
+        by_prompt.setdefault(_prompt_key((index, sample), share_prompts), []).append((index, sample))
     trees: list[tuple[TreeShape, list[IndexedSample]]] = []
     for members in by_prompt.values():
         if len(members) == 1:
