@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.control.admission import Admission
 from headrace.control.cursor import TaskCursor
@@ -53,6 +55,8 @@ class World:
     on_failure: Any = "refill"
     outcome_seed: int = 0
     capped: bool = True
+    short_rate: float = 0.0
+    """How often a batch is closed with whatever is there, as when dynamic sampling gives up."""
     durable_records: list[str] = field(default_factory=list)
     checkpoints: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     trained: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
@@ -170,7 +174,8 @@ class Session:
     def choose(self) -> bool:
         """True where groups were dropped, so that places are free again."""
         if self.training is None and self.version < self.w.num_batches:
-            selection = self.selector.select(self.buffered, self.in_flight(), self.version)
+            least = 1 if self.w.short_rate and self.w.random.random() < self.w.short_rate else None
+            selection = self.selector.select(self.buffered, self.in_flight(), self.version, min_groups=least)
             for group in selection.stale:
                 assert self.w.on_overage == "drop"
                 self.buffered.remove(group)
@@ -180,6 +185,7 @@ class Session:
             self.w.num_held += bool(selection.held_by)
             if selection.batch:
                 self.training = selection.batch
+                self.gate.close_batch(len(selection.batch))
                 self.buffered = [g for g in self.buffered if g not in selection.batch]
                 self.w.ages += [self.version - oldest_version(g) for g in selection.batch]
                 self.after(self.w.random.uniform(0.2, 2.0), "trained", None)
@@ -254,7 +260,6 @@ class Session:
                 assert self.version - oldest_version(group) <= self.w.max_staleness
             assert all(self.version - u <= self.w.max_staleness for u in self.in_flight().values())
         self.ledger.train([e.key for g in batch for e in g.scored], self.version)
-        self.gate.close_batch(len(batch))
         for group in batch:
             self.cursor.settle(group.id)
         self.w.trained.append((self.lineage, self.version, tuple(g.id for g in batch)))
@@ -317,6 +322,32 @@ def test_books_and_bound_survive_kills(max_staleness: int, seed: int) -> None:
 
 def _fails(group: int, member: int) -> bool:
     return all(random.Random(f"0/{AttemptKey(group, member, r)}").random() < 0.1 for r in range(3))
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    groups_per_batch=st.integers(1, 4),
+    max_staleness=st.integers(0, 4),
+    max_concurrent=st.integers(1, 12),
+    group_size=st.integers(1, 3),
+    failure_rate=st.sampled_from([0.0, 0.2, 0.6]),
+    kill_rate=st.sampled_from([0.0, 0.01]),
+    short_rate=st.sampled_from([0.0, 0.3]),
+    on_failure=st.sampled_from(["refill", "shrink", "discard"]),
+    capped=st.booleans(),
+)
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_any_setting_keeps_bound_and_books_and_ends(**setting: Any) -> None:
+    """I7, I10, I11: bound, books and progress for any shape of run, batches closed short and few concurrent groups
+    included; every batch of the surviving chain is there once, and no group is in two of them."""
+    world = World(num_batches=8, **setting)
+    ledger = world.run()
+    assert max(world.ages) <= world.max_staleness
+    assert [update for _, update, _ in world.trained] == list(range(1, 9))
+    assert len(trained_groups(world)) == len(set(trained_groups(world)))
+    if not world.short_rate:
+        assert len(trained_groups(world)) == 8 * world.groups_per_batch
+    ledger.surviving().check("surviving")
 
 
 def test_kills_without_a_checkpoint_start_over() -> None:

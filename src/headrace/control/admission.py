@@ -80,7 +80,8 @@ class Admission:
         self._accepted -= 1
 
     def close_batch(self, num_groups: int) -> None:
-        """A batch of ``num_groups`` was closed. Missing ones count as taken, or the bound would inflate by them."""
+        """A batch of ``num_groups`` was chosen. Missing ones count as taken, or the bound would inflate by them: so
+        call it when the batch is chosen, before anything more is issued, not when it is trained."""
         if not 0 <= num_groups <= self._groups_per_batch:
             raise ValueError(f"admission: a batch of {num_groups} groups was closed, {self._groups_per_batch} fit in")
         self._accepted += self._groups_per_batch - num_groups
