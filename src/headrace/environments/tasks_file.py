@@ -183,8 +183,16 @@ def _hint(key: str, row: Mapping[str, Any]) -> str:
 
 def _problem_key(task: Task) -> str:
     """Hash of the text of a problem, whatever its answer, id and white space."""
-    text = json.dumps([dict(m) for m in task.messages], sort_keys=True, default=str)
-    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+    text = json.dumps([_single_spaced(dict(message)) for message in task.messages], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _single_spaced(value: Any) -> Any:
+    if isinstance(value, str):
+        return " ".join(value.split())
+    if isinstance(value, dict):
+        return {key: _single_spaced(inner) for key, inner in value.items()}
+    return [_single_spaced(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _split(tasks: list[Task], fraction: float, path: Path) -> tuple[list[Task], list[Task]]:

@@ -136,14 +136,14 @@ def _pool(
     name: str,
     judge: dict[str, Any],
     probes: Sequence[Probe] = (),
-    cpu_share: float | None = None,
+    cpu_s: float | None = None,
 ) -> WorkerPool:
     return WorkerPool(
         name,
         judge,
         num_workers=config.num_workers,
         memory_bytes=config.memory_bytes,
-        cpu_share=cpu_share,
+        cpu_s=cpu_s,
         probes=probes,
     )
 
@@ -154,8 +154,14 @@ def _math(options: MathOptions, config: RewardConfig, name: str) -> PooledReward
         Probe({"gold": r"\frac{3}{4}", "answer": r"\frac{4}{3}"}, 0.0),
         Probe({"gold": "(x+1)^2", "answer": "x^2+2x+1"}, 1.0),
     ]
+    cpu_s = config.deadline_s / 4 if options.cpu_s is None else options.cpu_s
+    if cpu_s >= config.deadline_s:
+        raise ConfigError(
+            f"options.cpu_s = {cpu_s:g} of reward {name!r} has no effect: it must be below deadline_s = "
+            f"{config.deadline_s:g}, which ends a score first"
+        )
     judge = {"kind": "math", "relative_tolerance": options.relative_tolerance}
-    return MathReward(options, _pool(config, name, judge, probes, cpu_share=0.5), config.deadline_s, name)
+    return MathReward(options, _pool(config, name, judge, probes, cpu_s), config.deadline_s, name)
 
 
 def _format(options: FormatOptions, config: RewardConfig, name: str) -> RewardBase:
@@ -172,7 +178,7 @@ def _format(options: FormatOptions, config: RewardConfig, name: str) -> RewardBa
     except re.error as error:
         raise ConfigError(f"options.pattern of reward {name!r} is not a regular expression: {error}") from error
     judge = {"kind": "pattern", "pattern": options.pattern, "dot_matches_newline": options.dot_matches_newline}
-    return PatternReward(name, _pool(config, name, judge, cpu_share=0.5), config.deadline_s)
+    return PatternReward(name, _pool(config, name, judge), config.deadline_s)
 
 
 def _reasoning_gym(options: ReasoningGymOptions, config: RewardConfig, name: str) -> PooledReward:

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import inspect
 import json
+import math
 import pickle
 import re
 import resource
@@ -54,7 +55,8 @@ class MathJudge:
         self._equivalent = equivalent
         self._unreadable_gold = UnreadableGold
         self._relative_tolerance = relative_tolerance
-        self._memory_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
+        memory_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
+        self._suspicious_bytes = (_peak_address_space_bytes() + memory_bytes) / 2 if memory_bytes > 0 else math.inf
 
     def score(self, payload: Mapping[str, Any]) -> ScoreResult:
         unparsable = False
@@ -71,8 +73,8 @@ class MathJudge:
 
     def _raise_if_memory_ran_out(self) -> None:
         """sympy's and math-verify's catch-alls swallow MemoryError and say "not equal". Numbers grow by doubling, so
-        that a process that ran into its cap has been above half of it."""
-        if 0 < self._memory_bytes < 2 * _peak_address_space_bytes():
+        that a process that ran into its cap has used more than half of what it had."""
+        if _peak_address_space_bytes() > self._suspicious_bytes:
             raise MemoryError
 
 

@@ -176,12 +176,12 @@ class _Comparison:
             )
         if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
             return bool(verify(gold, answer, timeout_seconds=None))
-        gold, answer = gold.doit(), answer.doit()
+        gold, answer = _exact(gold).doit(), _exact(answer).doit()
         if gold.has(sympy.nan, sympy.zoo) or answer.has(sympy.nan, sympy.zoo):
             return False
         if gold.free_symbols or answer.free_symbols:
             return _same_function(gold, answer)
-        return self._constants(sympy.nsimplify(gold, rational=True), sympy.nsimplify(answer, rational=True), decimal)
+        return self._constants(gold, answer, decimal)
 
     def _constants(self, gold: Any, answer: Any, decimal: bool) -> bool:
         if gold == answer:
@@ -232,6 +232,11 @@ def _has_tuple(text: str) -> bool:
 
 def _is_empty_set(text: str) -> bool:
     return text.strip() in (r"\emptyset", r"\varnothing", "\u2205")
+
+
+def _exact(expression: Any) -> Any:
+    """Written decimals as the fractions that they are: 3.9999999 is not 4."""
+    return expression.xreplace({number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)})
 
 
 def _agree(gold: Any, answer: Any, digits: int) -> bool:

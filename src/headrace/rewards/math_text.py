@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+MAX_CHARS = 5000
+MAX_DEPTH = 12
+"""Of nested brackets. The LaTeX parser's time grows without measure with both; no reference comes near them."""
+
 Kind = Literal["scalar", "list", "set", "tuple", "interval", "union"]
 
 
@@ -86,6 +90,8 @@ def normalise(text: str) -> str:
     Raises:
         UnreadableMath: for a number whose digits do not exist in its base.
     """
+    if len(text) > MAX_CHARS:
+        raise UnreadableMath(f"{len(text)} characters are no answer (at most {MAX_CHARS})")
     text = "".join(_plain_character(char) for char in text)
     text = _SUPERSCRIPT_RUN.sub(lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text)
     text = _UNICODE_ROOT.sub(lambda m: rf"\sqrt{{{m.group(1) or m.group(2)}}}", text)
@@ -129,7 +135,8 @@ def _repeating_value(match: re.Match[str]) -> str:
 
 
 def _scientific_value(match: re.Match[str]) -> str:
-    return _fraction_text(Fraction(match.group()))
+    """``2.5e5`` keeps its decimal point, which tells that it may be rounded."""
+    return rf"({match.group(1)} \cdot 10^{{{int(match.group(2))}}})"
 
 
 def _fraction_text(value: Fraction) -> str:
@@ -233,6 +240,8 @@ def _check_balance(text: str) -> None:
     final = sum(t in ("(", "[", "{", r"\{") for _, t, _ in tokens) - sum(
         t in (")", "]", "}", r"\}") for _, t, _ in tokens
     )
+    if any(depth > MAX_DEPTH for _, _, depth in tokens):
+        raise UnreadableMath(f"brackets are nested more than {MAX_DEPTH} deep")
     if final or any(depth < 0 for _, _, depth in tokens):
         raise UnreadableMath(f"the brackets of {text!r} do not match")
 

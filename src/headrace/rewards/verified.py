@@ -26,6 +26,9 @@ class MathOptions(ReasoningOptions):
     """Strict: without a box there is no answer. ``reply`` takes the whole answer part."""
     relative_tolerance: float = Field(1e-6, ge=0, lt=1)
     """For answers or references written with a decimal point; exact values are compared exactly."""
+    cpu_s: float | None = Field(None, gt=0)
+    """CPU seconds of one comparison; None: a quarter of ``deadline_s``, so that a machine which gives the worker at
+    least a quarter of a core tells an endless computation from its own slowness."""
     unverifiable: Literal["error", "zero"] = "error"
     """An answer that used up its CPU seconds or memory, or made the verifier raise. ``error``: no score.
     ``zero``: 0 with the component ``unverifiable``. A busy machine or a crash is an error in either case."""

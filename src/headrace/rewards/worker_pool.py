@@ -30,6 +30,7 @@ _PROBE_DEADLINE_S = 0.3
 _START_DEADLINE_S = 120.0
 _LOAD_CPU_S = 110.0
 _UNLIMITED_CPU_S = 1e6
+_PROVEN_MEMORY_BYTES: set[int] = set()
 
 
 class RewardStartError(HeadraceError):
@@ -58,9 +59,8 @@ class WorkerPool:
     Args:
         name: the reward's name, for errors.
         judge: which judge, as ``judges.load_judge`` reads it.
-        cpu_share: CPU seconds of one score, as a share of its deadline; None: only the clock counts. At 0.5, on a
-            machine that gives the worker at least half of a core, an endless computation ends as ``unverifiable``
-            before the clock ends it.
+        cpu_s: CPU seconds of one score; None: only the clock counts. What runs out of them is ``unverifiable``, on
+            any machine, so they should be few enough to be used up well before the deadline on a busy one.
         queue_deadline_s: the longest wait for a free worker.
         probes: known right and wrong inputs, run in each worker as it starts.
     """
@@ -72,7 +72,7 @@ class WorkerPool:
         *,
         num_workers: int = 1,
         memory_bytes: int = 2 << 30,
-        cpu_share: float | None = None,
+        cpu_s: float | None = None,
         queue_deadline_s: float = 300.0,
         probes: Sequence[Probe] = (),
     ) -> None:
@@ -82,7 +82,7 @@ class WorkerPool:
         self._judge = dict(judge)
         self._num_workers = num_workers
         self._memory_bytes = memory_bytes
-        self._cpu_share = cpu_share
+        self._cpu_s = _UNLIMITED_CPU_S if cpu_s is None else cpu_s
         self._probes = tuple(probes)
         self._workers: list[WorkerProcess | None] = [None] * num_workers
         self._idle: asyncio.Queue[int] = asyncio.Queue()
@@ -148,10 +148,11 @@ class WorkerPool:
     async def close(self) -> None:
         """Kill and reap every worker. Idempotent."""
         self._state = "closed"
-        for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
         await self._kill_all()
+        while self._replacing:
+            # Cancelled in the middle of a start, a task could lose its process; killed, its wait ends at once.
+            await asyncio.wait(self._replacing, timeout=0.05)
+            await self._kill_all()
         self._idle.put_nowait(0)  # wakes whoever still waits for a worker
 
     # ----------------------------------------------------------------------------------------- one score
@@ -161,16 +162,15 @@ class WorkerPool:
         if worker is None or self._state != "ready":
             self._idle.put_nowait(slot)  # so that the next in the queue hears of it, too
             return self._failed(ErrorClass.INFRASTRUCTURE, self._broken or f"reward {self.name!r} is closed")
-        cpu_s = _UNLIMITED_CPU_S if self._cpu_share is None else deadline_s * self._cpu_share
         verdict: Verdict | None = None
         try:
-            answer = await worker.request("score", payload=payload, deadline_s=deadline_s, cpu_s=cpu_s)
+            answer = await worker.request("score", payload=payload, deadline_s=deadline_s, cpu_s=self._cpu_s)
             verdict = self._verdict(answer)
         except TimeoutError:
             message = f"{self._worker_name(slot)} gave no answer in {deadline_s:g} s and was killed"
             verdict = self._failed(ErrorClass.TIMEOUT, message)
         except WorkerDied as death:
-            verdict = self._after_death(death, cpu_s)
+            verdict = self._after_death(death)
         finally:
             # A worker whose judgement was cut off (a time-out, a cancelled caller) is in no known state.
             fresh = verdict is not None and not self._must_be_replaced(verdict)
@@ -198,9 +198,9 @@ class WorkerPool:
             return self._failed(ErrorClass.INVALID_SCORE, f"reward {self.name!r}: {error}")
         return Verdict(to_score(score, self.value_range, self.name))
 
-    def _after_death(self, death: WorkerDied, cpu_s: float) -> Verdict:
+    def _after_death(self, death: WorkerDied) -> Verdict:
         if death.cause == "cpu":
-            return self._failed(ErrorClass.TIMEOUT, f"unverifiable: {death} ({cpu_s:g} s)", unverifiable=True)
+            return self._failed(ErrorClass.TIMEOUT, f"unverifiable: {death} ({self._cpu_s:g} s)", unverifiable=True)
         self._count_crash(str(death))
         return self._failed(ErrorClass.CRASH, str(death))
 
@@ -225,6 +225,8 @@ class WorkerPool:
         name = self._worker_name(slot)
         worker = await WorkerProcess.start(name, self._judge, self._memory_bytes)
         self._workers[slot] = worker
+        if self._state == "closed":
+            raise RewardStartError(f"reward {self.name!r} was closed while {name} started")
         try:
             answer = await worker.request("load", deadline_s=_START_DEADLINE_S, cpu_s=_LOAD_CPU_S)
             if "error" in answer:
@@ -243,7 +245,10 @@ class WorkerPool:
             raise RewardStartError(f"{name} died while starting: {death}") from death
 
     async def _prove_walls(self) -> None:
-        """Without the judge, so that it is quick: each wall must end what runs against it."""
+        """Without the judge, so that it is quick: each wall must end what runs against it. The walls are the
+        system's, not the reward's: one proof for each memory cap holds for all pools of this process."""
+        if self._memory_bytes in _PROVEN_MEMORY_BYTES:
+            return
         expected = {"bomb": "memory", "spin": "cpu", "sleep": "wall clock"}
         endings = await asyncio.gather(*(self._ended_by(probe) for probe in expected))
         for (probe, wall), ended_by in zip(expected.items(), endings, strict=True):
@@ -252,6 +257,7 @@ class WorkerPool:
                     f"the workers of reward {self.name!r} failed their self-test: the input {probe!r} should have been "
                     f"ended by the {wall} limit, but: {ended_by}"
                 )
+        _PROVEN_MEMORY_BYTES.add(self._memory_bytes)
 
     async def _ended_by(self, probe: str) -> str:
         """Which wall ended a worker that was given this input, or what it did instead."""

@@ -45,18 +45,13 @@ class WorkerProcess:
     async def start(cls, name: str, judge: Mapping[str, Any], memory_bytes: int) -> WorkerProcess:
         """Start the process and set its limits; the judge is loaded by a ``load`` request."""
         tag = secrets.token_hex(8)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "headrace.rewards.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=child_environment({TAG_VARIABLE: tag}),
-            start_new_session=True,
-            limit=_LINE_LIMIT_BYTES,
-        )
+        spawning = asyncio.get_running_loop().create_task(_spawn(tag))
+        try:
+            process = await asyncio.shield(spawning)
+        except asyncio.CancelledError:
+            # The process may be there already: it must not be lost.
+            await cls(await spawning, tag, name).kill()
+            raise
         worker = cls(process, tag, name)
         try:
             await worker._send({"judge": dict(judge), "memory_bytes": memory_bytes, "parent_pid": os.getpid()})
@@ -98,8 +93,9 @@ class WorkerProcess:
 
     async def kill(self) -> None:
         """End the process, its group and whatever else carries its tag; returns once it is reaped (no zombies)."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:  # its id may be another's after that
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         await self._reap()
 
     async def _death(self) -> WorkerDied:
@@ -146,6 +142,21 @@ class WorkerProcess:
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(1 << 16):
             self._stderr_tail.extend(chunk.decode(errors="replace")[-4000:].splitlines())
+
+
+async def _spawn(tag: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "headrace.rewards.worker",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=child_environment({TAG_VARIABLE: tag}),
+        start_new_session=True,
+        limit=_LINE_LIMIT_BYTES,
+    )
 
 
 def kill_tagged(tag: str) -> None:
