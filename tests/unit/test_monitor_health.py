@@ -78,6 +78,25 @@ def test_a_collapsing_reward_raises_the_collapse_alarm(curve: list[float]) -> No
         assert collapse.level == "warn" and "learning_rate" in collapse.message
 
 
+RUINED_AT_ONCE = [0.484, 0.047, 0.055, 0.023, 0.039, 0.203, 0.07, 0.188, 0.164, 0.109, 0.109, 0.117]
+LEARNING = [0.3, 0.35, 0.27, 0.43, 0.38, 0.52, 0.35, 0.44, 0.36, 0.37, 0.41, 0.27, 0.36, 0.45, 0.48, 0.44, 0.42, 0.38]
+SHAKEN = [0.78, 0.33, 0.57, 0.55, 0.22, 0.19, 0.2, 0.28, 0.52, 0.61, 0.53, 0.54, 0.45, 0.43, 0.57, 0.52, 0.52, 0.41]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "num", "is_collapse"), [(RUINED_AT_ONCE, 128, True), (LEARNING, 256, False), (SHAKEN, 128, False)]
+)
+def test_measured_curves_of_the_learning_fixture(rewards: list[float], num: int, is_collapse: bool) -> None:
+    """Recorded with tests/learning/reversal.py: learning rate 1e-3 ruins seed 0 in its first update, before any moving
+    average is full, while seed 1 recovers; 3e-4 learns."""
+    monitor = HealthMonitor(GuardsConfig())
+    alarms = [
+        monitor.update({"step": i, "reward/mean": r, "reward/std": math.sqrt(r * (1 - r)), "reward/num": num})
+        for i, r in enumerate(rewards, 1)
+    ]
+    assert ("reward_collapse" in names(alarms)) is is_collapse
+
+
 def test_on_collapse_stop_asks_for_a_stop() -> None:
     """guards.on_collapse decides the level."""
     monitor = HealthMonitor(GuardsConfig(on_collapse="stop"))
