@@ -294,4 +294,4 @@ def test_charts_leave_gaps_and_survive_odd_values() -> None:
 def test_chart_numbers() -> None:
     """A centred mean does not lag; labels stay short."""
     assert moving_average([0.0, 3.0, 6.0, 3.0], 3) == [1.5, 3.0, 4.0, 4.5]
-    assert [tick_text(v) for v in (0, 0.25, 15000, 2.5e6, 3e-6)] == ["0", "0.25", "15k", "2.5M", "3e-06"]
+    assert [tick_text(v) for v in (0, 0.25, 5000, 2.5e6, 3e-6)] == ["0", "0.25", "5k", "2.5M", "3e-06"]

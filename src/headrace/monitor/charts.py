@@ -130,13 +130,13 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """A short label: 0.25, 15k, 3e-06."""
+    """A short label: 0.25, 5k, 3e-06."""
     if value == 0:
         return "0"
     size = abs(value)
     if size >= 1e6:
         return f"{value / 1e6:.3g}M"
-    if size >= 1e4:
+    if size >= 1e3:
         return f"{value / 1e3:.3g}k"
     return f"{value:.3g}"
 
