@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from headrace.rewards import worker_pool
 from headrace.rewards.build import build_rewards
 from headrace.rewards.verified import FunctionReward
 from headrace.rewards.worker_pool import Probe, RewardStartError, WorkerPool
+from headrace.rewards.worker_process import WorkerProcess
 from headrace.types import AttemptKey, Episode, ErrorClass, Outcome, Score, ScoreError, ScoreResult, Task, Trace, Turn
 
 DEADLINE_S = 1.0
@@ -332,6 +335,35 @@ def test_a_pool_whose_workers_only_die_gives_up(user_file: Path, monkeypatch: py
     with_reward(f"{user_file}:behave", work)
 
 
+PARENT = """
+import asyncio, sys
+from headrace.rewards.worker_pool import WorkerPool
+
+async def main():
+    pool = WorkerPool("mine", {"kind": "function", "reference": sys.argv[1], "name": "mine"}, num_workers=2)
+    await pool.start()
+    print(*pool.pids, flush=True)
+    await asyncio.sleep(120)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_workers_die_with_a_parent_that_was_killed(user_file: Path) -> None:
+    """I11: kill -9 of the run leaves no worker behind."""
+    command = [sys.executable, "-c", PARENT, f"{user_file}:behave"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 # ---------------------------------------------------------------------------------------------- self-test
 
 
@@ -374,14 +406,14 @@ def test_a_verifier_that_judges_wrongly_refuses_to_start() -> None:
 def test_a_wall_that_does_not_hold_refuses_to_start(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I15: a system on which the CPU limit does not end a hanging input is found out before the run."""
     monkeypatch.setattr(worker_pool, "_PROVEN_MEMORY_BYTES", set())
-    original = worker_pool.WorkerProcess.request
+    original = WorkerProcess.request
 
     async def without_cpu_limit(self: Any, operation: str, *, deadline_s: float, cpu_s: float, **fields: Any) -> Any:
         if fields.get("probe") == "spin":
             deadline_s, cpu_s = 0.3, 1e6
         return await original(self, operation, deadline_s=deadline_s, cpu_s=cpu_s, **fields)
 
-    monkeypatch.setattr(worker_pool.WorkerProcess, "request", without_cpu_limit)
+    monkeypatch.setattr(WorkerProcess, "request", without_cpu_limit)
 
     async def nothing(reward: FunctionReward) -> None:
         raise AssertionError("it started")

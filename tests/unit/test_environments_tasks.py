@@ -178,7 +178,9 @@ def test_parquet_rows_become_tasks_and_bad_ones_are_named(tmp_path: Path) -> Non
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n), "source": "x"} for n in range(3)]
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n), "source": "x"} for n in range(3)
+    ]
     good, bad = tmp_path / "good.parquet", tmp_path / "bad.parquet"
     pq.write_table(pa.Table.from_pylist(rows), good)
     rows[2] = {"messages": rows[2]["messages"], "answer": None, "source": "x"}

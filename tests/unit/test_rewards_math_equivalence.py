@@ -63,6 +63,7 @@ REJECT = [
     ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("[1,2)", "(1,2]"), (r"\pm 2", "2"), ("1,2", "1,2,3"), ("1,1", "1,2"),
     (r"\{1,2\}", "(1,2)"), (r"(-\infty,1)\cup(2,\infty)", r"(2,\infty)\cup(-\infty,1]"), ("5", "5, 6"), ("1,2", "1"),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+    ("x>2", r"x>2\%"), ("5", r"[1,\infty)\%"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"(10.5,2)\%"),
     # Words and choices
     ("A", "B"), ("no", "yes"), ("Monday", "day Mon"),
     # Nothing to divide by

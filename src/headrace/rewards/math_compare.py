@@ -160,6 +160,8 @@ class _Comparison:
         if bool(_PERCENT.search(gold)) == bool(_PERCENT.search(answer)):
             return False
         gold_value, answer_value = parse_scalar(gold), parse_scalar(answer)
+        if not (isinstance(gold_value, sympy.Expr) and isinstance(answer_value, sympy.Expr)):
+            return False
         hundredth = sympy.Rational(1, 100)
         if _PERCENT.search(gold):
             return self.values(gold_value * hundredth, answer_value, True)
@@ -205,6 +207,8 @@ class _Comparison:
         return bool(difference.evalf(30) <= bound.evalf(30))
 
     def _relations(self, gold: str, answer: str) -> bool:
+        if bool(_PERCENT.search(gold)) != bool(_PERCENT.search(answer)):
+            return False
         return bool(verify(parse_scalar(gold), parse_scalar(answer), timeout_seconds=None))
 
 
