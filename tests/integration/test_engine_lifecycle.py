@@ -184,7 +184,8 @@ def test_first_step_waits_for_all_ready_tasks(model, monkeypatch):
         )
 
         async def nested(i):
-            await asyncio.sleep(0)  # a task that does something else first
+            for _ in range(i % 3):  # a task that does something else first
+                await asyncio.sleep(0)
             return await engine.generate(ask(f"r{i}", seed=i, max_new_tokens=2))
 
         await asyncio.gather(*(asyncio.create_task(nested(i)) for i in range(10)))
@@ -348,6 +349,15 @@ def test_bad_requests_are_refused_by_name(model, change, message):
         assert len((await engine.generate(replace(ask("good"), prompt_ids=(1,) * 44))).ids) == 20
 
     asyncio.run(main())
+
+
+def test_a_sliding_window_shorter_than_the_context_is_refused():
+    """I20: attention that the engine would compute otherwise than the model is an error at start, with the way out."""
+    windowed = tiny_model()
+    windowed.config.sliding_window = 32
+    with pytest.raises(EngineError, match=r"sliding_window = 32, .*set engine\.max_context = 32"):
+        make(windowed)
+    assert make(windowed, max_context=32).capabilities.max_context == 32
 
 
 def test_stop_strings_need_a_decode_callback(model):

@@ -10,6 +10,7 @@ import torch
 from engine_oracle import VOCAB, assert_scored, generate, make_engine, plain_logits, request, sharp_model
 
 from headrace.engines.flips import count_flips, measure_flips
+from headrace.engines.sampling import uniform
 from headrace.model.attention import ATTENTION_NAME
 
 MODELS = {
@@ -67,6 +68,16 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(model, sampling):
             assert reply.ids[t] in kept
             assert len(kept) <= (a.sampling.top_k or VOCAB)
             assert set(logits[t].topk(len(kept)).indices.tolist()) == set(kept)
+
+
+def test_each_token_is_drawn_with_the_number_of_its_position(model):
+    """I18: token t is the one at which the cumulative distribution passes uniform(seed, t), in and out of a batch."""
+    asked = [request(f"r{n}", range(1, 3 + n), seed=40 + n, max_new_tokens=12) for n in range(3)]
+    for a, reply in zip(asked, generate(make_engine(model), asked), strict=True):
+        probs = plain_logits(model, a.prompt_ids + reply.ids, len(a.prompt_ids)).double().softmax(-1)
+        for t, chosen in enumerate(reply.ids):
+            after = float(probs[t, : chosen + 1].sum())
+            assert after - float(probs[t, chosen]) - 1e-5 <= uniform(a.seed, t) <= after + 1e-5
 
 
 def test_kept_ids_are_left_out_where_not_wanted(model):

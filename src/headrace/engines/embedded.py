@@ -79,7 +79,7 @@ class TransformersEngine:
         self._config = config
         self._vocab_size = vocab_size
         self._decode = decode
-        self._max_context = config.max_context or int(model.config.max_position_embeddings)
+        self._max_context = _checked_context(model, config.max_context)
         self._compute = Compute(
             model,
             vocab_size=vocab_size,
@@ -372,6 +372,21 @@ class TransformersEngine:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _checked_context(model: Any, max_context: int | None) -> int:
+    """Prompt plus reply, in tokens. Raises where attention of that length would not be the model's own."""
+    config = model.config.get_text_config()
+    limit = max_context or int(config.max_position_embeddings)
+    for name in ("sliding_window", "attention_chunk_size"):
+        window = getattr(config, name, None)
+        if window is not None and window < limit:
+            raise EngineError(
+                f"{type(model).__name__} has {name} = {window}, and the embedded engine attends over the whole "
+                f"context, here {limit} tokens: they agree up to {window} tokens only; set engine.max_context = "
+                f"{window}"
+            )
+    return limit
 
 
 def _unwrapped(model: nn.Module) -> Any:
