@@ -120,7 +120,7 @@ def one_batch(
             ledger.cut(number + 1)
             ledger.checkpoint(number + 1, oldest_restorable=max(0, number - 9))
         with timer("compaction"):
-            episodes.compact()
+            episodes.compact(episodes.rotate())
 
 
 def ledger_growth_bytes(num_batches: int) -> dict[str, int]:

@@ -58,7 +58,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from headrace.control.admission import Admission
@@ -68,19 +67,17 @@ from headrace.control.checks import (
     check_group,
     check_prefixes,
     check_sample,
-    check_score,
     check_trained_once,
 )
 from headrace.control.cursor import TaskCursor
 from headrace.control.grouping import Complete, Discard, GroupAssembler, Retry
 from headrace.control.samples import samples_from_episode
 from headrace.control.staleness import BatchSelector, mask_overage, overage_in_flight
-from headrace.control.watchdog import DeadlineError
 from headrace.errors import HeadraceError
 from headrace.evaluation.result import EvaluationResult
+from headrace.parts import Parts
 from headrace.reporting import TrainRecord, failure_class
-from headrace.types import AttemptKey, Episode, ErrorClass, Group, RolloutBatch, Sample, Sampling, ScoreError, Task
-from headrace.wiring import Parts
+from headrace.types import AttemptKey, Episode, Group, RolloutBatch, Sample, Task
 
 T = TypeVar("T")
 
@@ -154,8 +151,10 @@ class Loop:
     async def _one_batch(self) -> None:
         """The loop body: gather, train, publish, then whatever is due at this version."""
         clock, started_s = self.parts.clock, self.parts.clock()
+        self.parts.progress.update({}, phase="rollouts")
         batch = await self._gather()
         gathered_s = clock()
+        self.parts.progress.update({}, phase="training")
         metrics = await self._update(batch)
         trained_s = clock()
         metrics |= await self._publish()
@@ -171,7 +170,7 @@ class Loop:
             "time/publish_s": published_s - trained_s,
             "time/step_s": published_s - started_s,
         }
-        self.parts.reporter.batch(batch, self.ended, metrics, self.parts.ledger, self.parts.trainer.step)
+        self.parts.reporter.batch(batch, self.ended, metrics, self.parts.record.ledger, self.parts.trainer.step)
         self.ended = []
         if checkpoint.every and self.batch_index % checkpoint.every == 0 and not is_last:
             await self._checkpoint()
@@ -188,53 +187,35 @@ class Loop:
     def _issue_groups(self) -> None:
         """Issue every group that admission has room for. Synchronous runs issue in waves, so that the engine's
         batches, and with them the last bits of every float, depend on nothing but seed and configuration."""
-        if self.stop_requested or (self.is_synchronous and self._attempts):
-            return
-        while self.admission.capacity(self.batch_index) > 0:
+        may_issue = not (self.stop_requested or (self.is_synchronous and self._attempts))
+        while may_issue and self.admission.capacity(self.batch_index) > 0:
             draw = self.cursor.next()
             self.admission.issue()
             self.issued_at[draw.group] = self.batch_index
             task = self.parts.tasks[draw.task_index]
             self._issue(self.assembler.start(draw.group, task), task)
+        self.parts.record.ledger_store.commit()  # 'issued' is on disk before the first attempt gets to run
 
     def _issue(self, keys: list[AttemptKey], task: Task) -> None:
-        """Start attempts. 'issued' is on disk before the first of them gets to run."""
-        self.parts.ledger.issue(keys, task.content_hash, self.parts.trainer.version)
-        self.parts.ledger_store.commit()
+        """Start attempts; they run once the loop's thread waits, and the caller commits the books before that."""
+        self.parts.record.ledger.issue(keys, task.content_hash, self.parts.trainer.version)
         for key in keys:
             self._attempts[key] = self._tasks.create_task(self._attempt(key, task), name=f"attempt {key}")
 
     async def _attempt(self, key: AttemptKey, task: Task) -> None:
-        episode = await self.play(key, task, self.parts.sampling, "rollout")
+        episode = await self.parts.player.play(key, task, self.parts.player.sampling, "rollout")
         del self._attempts[key]
         self.parts.reporter.episode_ended(episode)
         if episode.outcome.is_failure and not await self.parts.engine.healthy():
             raise EngineDied(f"the engine died; its last words, to attempt {key}: {episode.error}")
         self._settle(episode)
 
-    async def play(self, key: AttemptKey, task: Task, sampling: Sampling, stream: str) -> Episode:
-        """One judged episode. Without a score where the machinery failed, with a classed error where the reward did."""
-        episode = await self.parts.runner.run(key, task, sampling=sampling, stream=stream)
-        if episode.outcome.is_failure:
-            return episode
-        try:
-            result = await self.parts.wait(
-                self.parts.reward.score(episode),
-                waiter=f"episode {key}",
-                on="reward",
-                what=f"score of {self.parts.reward.name}",
-                deadline_s=self.parts.reward_deadline_s,
-            )
-        except DeadlineError as error:
-            result = ScoreError(error_class=ErrorClass.TIMEOUT, message=str(error), reward=self.parts.reward.name)
-        return replace(episode, score=check_score(result, self.parts.reward.value_range))
-
     def _settle(self, episode: Episode) -> None:
         """Book an ended attempt and do what its group now calls for."""
         self.ended.append(episode)
         self.parts.watchdog.progress(f"episode {episode.key}")
         if not episode.is_scored:
-            self.parts.ledger.fail([episode.key], failure_class(episode))
+            self.parts.record.ledger.fail([episode.key], failure_class(episode))
             self.parts.reporter.not_trained([episode], f"failed:{failure_class(episode)}", self.batch_index + 1)
             if len(self.ended) >= self.config.rollout.groups_per_batch * self.config.rollout.group_size:
                 check_error_share(self.ended, self.config.guards.max_error_share)
@@ -245,7 +226,7 @@ class Loop:
             self._drop_group(decision.group_id, decision.episodes, decision.reason)
         elif isinstance(decision, Complete):
             self._finish_group(decision.group)
-        self._issue_groups()
+        self._issue_groups()  # commits a retry's 'issued', too
         self._changed.set()
 
     def _finish_group(self, group: Group) -> None:
@@ -272,7 +253,7 @@ class Loop:
         """Scored attempts are dropped; the others are booked as failed already."""
         scored = [e for e in episodes if e.is_scored]
         if scored:
-            self.parts.ledger.drop([e.key for e in scored], reason)
+            self.parts.record.ledger.drop([e.key for e in scored], reason)
             self.parts.reporter.not_trained(scored, f"dropped:{reason}", self.batch_index + 1)
         self.cursor.settle(group_id)
 
@@ -311,7 +292,7 @@ class Loop:
             discarded = self.assembler.abandon(group_id, "stale")
             for key in discarded.open_keys:
                 self._attempts.pop(key).cancel()
-            self.parts.ledger.drop(list(discarded.open_keys), "stale")
+            self.parts.record.ledger.drop(list(discarded.open_keys), "stale")
             self._drop_group(group_id, discarded.episodes, "stale")
 
     def _close_batch(self, groups: Sequence[Group]) -> RolloutBatch:
@@ -351,13 +332,11 @@ class Loop:
             record.add(minibatch, metrics, parts.trainer.last_logprobs())
             if parts.shares_weights:
                 await self._pause_engine()
-            record.add_step(
-                await parts.on_trainer(parts.trainer.optim_step, what=what, deadline_s=waits.optim_step_s)
-            )
-        parts.ledger.train([e.key for e in batch.episodes if e.is_scored], batch.index + 1)
+            record.add_step(await parts.on_trainer(parts.trainer.optim_step, what=what, deadline_s=waits.optim_step_s))
+        parts.record.ledger.train([e.key for e in batch.episodes if e.is_scored], batch.index + 1)
         for group in batch.groups:
             self.cursor.settle(group.id)
-        parts.ledger_store.commit()
+        parts.record.ledger_store.commit()
         parts.reporter.trained(record)
         return record.metrics()
 
@@ -390,7 +369,8 @@ class Loop:
 
     async def _evaluate(self) -> dict[str, float]:
         """Held-out tasks on the current version. It stays pinned: nothing publishes while the loop waits here."""
-        result = await self.parts.evaluate(self.play, self.parts.trainer.version)
+        self.parts.progress.update({}, phase="evaluation")
+        result = await self.parts.evaluate()
         self.evaluations.append((self.batch_index, result))
         self.parts.watchdog.progress("evaluation")
         return result.metrics()
@@ -398,19 +378,20 @@ class Loop:
     async def _checkpoint(self) -> None:
         """Cut here. Order: books say 'cut', files, completeness marker, books say 'checkpoint'."""
         parts, update = self.parts, self.batch_index
-        if parts.ledger.committed_update == update:
+        if parts.record.ledger.committed_update == update:
             return  # this very version is safe already
         owed = [*self._attempts, *(e.key for g in self.ready.values() for e in g.scored)]
         owed += [e.key for g in self.assembler.open_groups for e in self.assembler.ended(g) if e.is_scored]
-        parts.ledger.check(in_flight=owed, full=True)  # issued = trained + dropped + failed + in flight (I10)
-        state = {"batch_index": update, "cursor": self.cursor.state(), "ledger": parts.ledger_store.position}
-        parts.ledger.cut(update)
-        parts.ledger_store.commit()
+        parts.record.ledger.check(in_flight=owed, full=True)  # issued = trained + dropped + failed + in flight (I10)
+        state = {"batch_index": update, "cursor": self.cursor.state(), "ledger": parts.record.ledger_store.position}
+        parts.record.ledger.cut(update)
+        parts.record.ledger_store.commit()
+        deadline_s = self.config.waits.checkpoint_s
+        await parts.on_trainer(parts.save_checkpoint, update, state, what=f"checkpoint {update}", deadline_s=deadline_s)
+        oldest = parts.record.checkpoints.oldest()
+        parts.record.ledger.checkpoint(update, None if oldest is None else oldest.step)
+        parts.record.ledger_store.commit()
+        segments = parts.record.episodes.rotate()
         await parts.on_trainer(
-            parts.save_checkpoint, update, state, what=f"checkpoint {update}",
-            deadline_s=self.config.waits.checkpoint_s,
-        )  # fmt: skip
-        oldest = parts.checkpoints.oldest()
-        parts.ledger.checkpoint(update, None if oldest is None else oldest.step)
-        parts.ledger_store.commit()
-        parts.episodes.compact()
+            parts.record.episodes.compact, segments, what="compacting episodes", deadline_s=deadline_s
+        )

@@ -190,6 +190,11 @@ class Reward(Protocol):
         """Declared range of ``Score.value``, bounds included."""
         ...
 
+    @property
+    def deadline_s(self) -> float:
+        """Seconds after which one score ends as an error by itself, waiting for a free worker included."""
+        ...
+
     async def start(self) -> None:
         """Start workers and self-test them (I15); raises where a known input is judged wrongly."""
         ...

@@ -20,7 +20,7 @@ from headrace.monitor.batch_metrics import batch_metrics
 from headrace.monitor.fanout import FanOut
 from headrace.monitor.health import HealthMonitor
 from headrace.monitor.progress import Progress
-from headrace.protocols import Engine, EngineStats
+from headrace.protocols import Engine, EngineStats, Reward
 from headrace.record.episodes import EpisodeWriter, episode_record
 from headrace.record.metrics import MetricsWriter, read_metrics
 from headrace.record.spans import SpanWriter
@@ -92,8 +92,8 @@ class Reporter:
 
     def __init__(
         self,
-        *,
         lineage: int,
+        *,
         metrics: MetricsWriter,
         episodes: EpisodeWriter,
         spans: SpanWriter,
@@ -101,7 +101,7 @@ class Reporter:
         health: HealthMonitor,
         progress: Progress,
         engine: Engine,
-        success_threshold: float,
+        reward: Reward,
     ) -> None:
         self._lineage = lineage
         self._metrics = metrics
@@ -111,7 +111,7 @@ class Reporter:
         self._health = health
         self._progress = progress
         self._engine = engine
-        self._success_threshold = success_threshold
+        self._reward = reward
         self._last_stats = engine.stats()
 
     def remember(self, run_path: Path, up_to_update: int) -> None:
@@ -167,7 +167,7 @@ class Reporter:
         check says stop."""
         update = batch.index + 1
         metrics: dict[str, Any] = {"time": time.time()}
-        metrics |= batch_metrics(batch, attempted=attempted, success_threshold=self._success_threshold)
+        metrics |= batch_metrics(batch, attempted=attempted, success_threshold=self._reward.value_range[1])
         metrics |= extra
         metrics |= self._rates(extra)
         metrics |= {f"ledger/{name}": float(count) for name, count in ledger.summary().items()}
@@ -181,9 +181,7 @@ class Reporter:
         self._progress.update({**metrics, "step": update})
         for alarm in alarms:
             if alarm.level == "stop":
-                raise HealthError(
-                    f"health check '{alarm.name}' stops the run at batch {update}: {alarm.message}"
-                )
+                raise HealthError(f"health check '{alarm.name}' stops the run at batch {update}: {alarm.message}")
 
     def _rates(self, times: Mapping[str, float]) -> dict[str, float]:
         """Tokens per second of each phase, over the seconds in which that phase computed."""

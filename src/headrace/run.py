@@ -18,8 +18,9 @@ from headrace.errors import HeadraceError
 from headrace.evaluation.result import EvaluationResult
 from headrace.loop import Loop
 from headrace.monitor.report import write_curve_png, write_report
+from headrace.parts import Parts
 from headrace.trainer.weights import NonFiniteError
-from headrace.wiring import Parts, build_parts
+from headrace.wiring import build_parts
 
 WATCH_INTERVAL_S = 5.0
 START_DEADLINE_S = 120.0
@@ -58,30 +59,32 @@ def train(config: RunConfig, *, resume_from: Path | None = None) -> TrainResult:
 
 async def _train(config: RunConfig, resume_from: Path | None) -> TrainResult:
     parts = build_parts(config, resume_from=resume_from)
-    loop: Loop | None = None
     try:
-        parts.progress.start()
-        await parts.wait(
-            parts.reward.start(), waiter="loop", on="reward", what="the verifiers' self-tests",
-            deadline_s=START_DEADLINE_S,
-        )  # fmt: skip
-        loop = Loop(parts)
-        with _stop_on_signals(loop):
-            await _run_watched(loop)
+        loop = await _run(parts)
     except BaseException as error:
-        cause = first_cause(error)
-        if isinstance(cause, (GuardError, DeadlineError, NonFiniteError)):
-            raise RunFailed(_failure(parts, cause)) from error
-        raise cause from None
-    finally:
+        failure = _explained(parts, first_cause(error))
         await _leave(parts)
+        raise failure from error
+    await _leave(parts)
     return TrainResult(
-        run_dir=parts.run_dir.path,
-        report=parts.run_dir.report_path,
+        run_dir=parts.record.run_dir.path,
+        report=parts.record.run_dir.report_path,
         num_updates=loop.batch_index,
         stopped=loop.stop_requested and loop.batch_index < config.trainer.num_batches,
         evaluations=tuple(loop.evaluations),
     )
+
+
+async def _run(parts: Parts) -> Loop:
+    parts.progress.start()
+    self_tests = parts.reward.start()
+    await parts.wait(
+        self_tests, waiter="loop", on="reward", what="the verifiers' self-tests", deadline_s=START_DEADLINE_S
+    )
+    loop = Loop(parts)
+    with _stop_on_signals(loop):
+        await _run_watched(loop)
+    return loop
 
 
 async def _run_watched(loop: Loop) -> None:
@@ -114,7 +117,7 @@ async def _watch(parts: Parts) -> None:
 
 
 def _write_stall_report(parts: Parts, report: str) -> Path:
-    path = parts.run_dir.path / "stall-report.txt"
+    path = parts.record.run_dir.path / "stall-report.txt"
     path.write_text(report + "\n")
     return path
 
@@ -126,15 +129,18 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _failure(parts: Parts, cause: BaseException) -> str:
+def _explained(parts: Parts, cause: BaseException) -> BaseException:
+    """What a guard or a deadline said, and how to go on; anything else as it is."""
+    if not isinstance(cause, (GuardError, DeadlineError, NonFiniteError)):
+        return cause
     path = _write_stall_report(parts, parts.watchdog.report_text())
-    return f"{cause}\nWho waited on whom: {path}\n{_how_to_resume(parts)}"
+    return RunFailed(f"{cause}\nWho waited on whom: {path}\n{_how_to_resume(parts)}")
 
 
 def _how_to_resume(parts: Parts) -> str:
-    checkpoint = parts.checkpoints.latest()
+    checkpoint = parts.record.checkpoints.latest()
     start = f"checkpoint {checkpoint.step}" if checkpoint else "the initial weights (no checkpoint was complete yet)"
-    return f"Nothing is lost up to {start}; once mended, go on with: headrace resume {parts.run_dir.path}"
+    return f"Nothing is lost up to {start}; once mended, go on with: headrace resume {parts.record.run_dir.path}"
 
 
 @contextmanager
@@ -164,7 +170,13 @@ def _stop_on_signals(loop: Loop) -> Iterator[None]:
 
 
 async def _leave(parts: Parts) -> None:
-    """Close everything, then write the report: also after a failure, which is when it is needed most."""
-    await parts.close()
-    write_report(parts.run_dir.path)
-    write_curve_png(parts.run_dir.path)
+    """Close everything, then write the report: also after a failure, which is when it is needed most. What goes wrong
+    here is told, and must not hide why the run ended; ``headrace report`` writes the report again."""
+    for sink in await parts.close():
+        if not sink.is_ok:
+            print(f"headrace: {sink}", file=sys.stderr)
+    try:
+        write_report(parts.record.run_dir.path)
+        write_curve_png(parts.record.run_dir.path)
+    except Exception as error:
+        print(f"headrace: the report could not be written: {type(error).__name__}: {error}", file=sys.stderr)

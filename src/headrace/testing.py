@@ -168,7 +168,7 @@ def make_sample(
     branch: int = 0,
     reply_mask: Sequence[int] | None = None,
     logprobs: Sequence[float] | None = None,
-    version: PolicyVersion = PolicyVersion(0, 0),  # noqa: B008  # an immutable tuple
+    version: PolicyVersion = PolicyVersion(0, 0),  # an immutable tuple
     **fields: Any,
 ) -> Sample:
     """A training sample of a prompt and a reply. ``reply_mask`` and ``logprobs`` have one entry per reply id and

@@ -403,7 +403,8 @@ class Sample:
         length = len(self.ids)
         for name in ("mask", "behaviour_logprobs", "versions"):
             if len(getattr(self, name)) != length:
-                raise ValueError(f"sample {self.id}: {name} has {len(getattr(self, name))} entries for {length} ids (I2)")
+                num_entries = len(getattr(self, name))
+                raise ValueError(f"sample {self.id}: {name} has {num_entries} entries for {length} ids (I2)")
         if length and self.mask[0]:
             raise ValueError(f"sample {self.id}: the first id has no context and cannot be trained")
         if any(self.mask[: self.prefix_length]):

@@ -83,7 +83,7 @@ for n in itertools.count():
     writer.commit()
     print(n, flush=True)
     if n % 2:
-        writer.compact()
+        writer.compact(writer.rotate())
 """
 
 RUN = """

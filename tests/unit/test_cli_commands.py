@@ -15,10 +15,10 @@ import pytest
 
 from headrace.cli.common import TOP_LEVEL_KEYS, split_overrides
 from headrace.cli.main import main
-from headrace.cli.recorded import recorded_config
 from headrace.config.load import load_config, resolved
 from headrace.config.schema import RunConfig, Section
 from headrace.errors import ConfigError, HeadraceError
+from headrace.record.recorded_config import recorded_config
 from headrace.record.redact import redact
 
 RUN = """

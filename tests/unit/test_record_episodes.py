@@ -153,7 +153,7 @@ def test_episode_comes_back_token_by_token(tmp_path: Path, episode: Episode, com
     writer = EpisodeWriter(tmp_path / "episodes", 0)
     writer.add(episode_record(episode, lineage=0, update=1, status="trained"))
     if compacted:
-        writer.compact()
+        writer.compact(writer.rotate())
     writer.close()
     (record,) = read_episodes(tmp_path)
     assert episode_from_record(record) == episode
@@ -166,7 +166,7 @@ def test_both_forms_read_alike_and_in_order(tmp_path: Path) -> None:
         writer.add(record)
     writer.commit()
     before = list(read_episodes(tmp_path))
-    writer.compact()
+    writer.compact(writer.rotate())
     assert [p.suffix for p in (tmp_path / "episodes").glob("lineage*")] == [".parquet"]
     assert list(read_episodes(tmp_path)) == before
     for record in records(update=2):
@@ -183,12 +183,12 @@ def test_a_kill_between_rename_and_removal_doubles_nothing(tmp_path: Path) -> No
     writer.close()
     (segment,) = (tmp_path / "episodes").glob("*.jsonl")
     text = segment.read_bytes()
-    writer.compact()
+    writer.compact(writer.rotate())
     segment.write_bytes(text)
     (tmp_path / "episodes" / "lineage-0-000001.parquet.tmp").write_bytes(b"half")
     assert len(list(read_episodes(tmp_path))) == 3
     again = EpisodeWriter(tmp_path / "episodes", 0)
-    again.compact()
+    again.compact(again.rotate())
     assert len(list(read_episodes(tmp_path))) == 3
     names = [p.name for p in (tmp_path / "episodes").iterdir() if not p.name.startswith(".")]
     assert names == ["lineage-0-000000.parquet"]
@@ -206,7 +206,7 @@ def test_full_disk_while_compacting_keeps_the_lines(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(episodes_module, "fsync_file", full)
     with pytest.raises(RecordError, match=r"compacting episodes to .*the disk is full"):
-        writer.compact()
+        writer.compact(writer.rotate())
     assert len(list(read_episodes(tmp_path))) == 3
     assert not list((tmp_path / "episodes").glob("*.tmp"))
 
@@ -219,7 +219,7 @@ def test_episodes_of_a_dead_branch_are_told_apart(tmp_path: Path) -> None:
             for record in records(lineage, update):
                 writer.add(record)
             if lineage == 0:
-                writer.compact()
+                writer.compact(writer.rotate())
         writer.close()
     fork(tmp_path, None, 1)
     assert [(r["lineage"], r["update"]) for r in read_episodes(tmp_path)][::3] == [(0, 1), (1, 2), (1, 3)]

@@ -54,7 +54,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _resume(args: argparse.Namespace) -> int:
-    from headrace.cli.recorded import recorded_config
+    from headrace.record.recorded_config import recorded_config
 
     run_dir: Path = args.run_dir.absolute()
     return _run(recorded_config(run_dir, args.overrides), args, resume_from=run_dir)

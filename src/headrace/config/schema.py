@@ -178,7 +178,8 @@ class AlgorithmConfig(Section):
     clip_high: float | None = Field(None, ge=0)
     dual_clip: float | None = Field(None, gt=1)
     aggregation: (
-        Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum"] | None
+        Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum"]
+        | None
     ) = None
     kl: KlConfig | None = None
     correction: CorrectionConfig | None = None

@@ -61,9 +61,7 @@ class EpisodeRunner:
     generation_deadline_s: float = 600.0
     episode_deadline_s: float = 1800.0
 
-    async def run(
-        self, key: AttemptKey, task: Task, *, sampling: Sampling, stream: str = "rollout"
-    ) -> Episode:
+    async def run(self, key: AttemptKey, task: Task, *, sampling: Sampling, stream: str = "rollout") -> Episode:
         """Play ``task`` to its end. Never raises for what the episode did; a dead engine is an outcome too."""
         play = _Play(runner=self, key=key, task=task, sampling=sampling, stream=stream)
         started_s = self.clock()
@@ -95,9 +93,7 @@ class _EpisodeEnd(Exception):
 class _Play:
     """The state of one running episode."""
 
-    def __init__(
-        self, *, runner: EpisodeRunner, key: AttemptKey, task: Task, sampling: Sampling, stream: str
-    ) -> None:
+    def __init__(self, *, runner: EpisodeRunner, key: AttemptKey, task: Task, sampling: Sampling, stream: str) -> None:
         self.runner = runner
         self.key = key
         self.task = task

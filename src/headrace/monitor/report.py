@@ -10,9 +10,9 @@ import json
 import time
 from collections.abc import Sequence
 from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 
-from headrace import __version__
 from headrace.monitor.curve import write_curve_png
 from headrace.monitor.report_charts import figures
 from headrace.monitor.report_episodes import sample_episodes
@@ -59,7 +59,7 @@ def _page(run: RunData) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title} - headrace report</title><style>{style}</style></head><body><main>"
         + "".join(sections)
-        + f"<footer>Written by headrace {__version__}, {written}, from run.json, metrics.jsonl and episodes/. "
+        + f"<footer>Written by headrace {version('headrace')}, {written}, from run.json, metrics.jsonl and episodes/. "
         "Points and bars show their numbers when the pointer rests on them.</footer></main></body></html>\n"
     )
 

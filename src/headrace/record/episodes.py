@@ -144,15 +144,20 @@ class EpisodeWriter:
         if self._writer is not None:
             self._writer.commit()
 
-    def compact(self) -> None:
-        """Turn every segment of JSON lines, those of dead lineages too, into Parquet; slow, so off the loop's thread:
-        nothing may be added meanwhile. A kill leaves either form whole."""
+    def rotate(self) -> list[Path]:
+        """End the segment that is being written; returns every segment of JSON lines, for :meth:`compact`."""
         self.close()
-        for file, kind in _segment_files(self._path):
-            if kind == "jsonl":
+        return sorted(self._path.glob("lineage-*.jsonl"))
+
+    @staticmethod
+    def compact(segments: Sequence[Path]) -> None:
+        """Turn closed segments of JSON lines, those of dead lineages too, into Parquet. Slow, so it may run on another
+        thread while new segments are written. A kill leaves either form whole."""
+        for file in segments:
+            if file.with_suffix(".parquet").exists():  # a kill came before the JSON lines were removed
+                file.unlink()
+            else:
                 _compact_file(file)
-        for file in self._path.glob("lineage-*.jsonl"):  # its Parquet is there, so a kill came before it was removed
-            file.unlink()
 
     def close(self) -> None:
         if self._writer is not None:

@@ -1,0 +1,157 @@
+"""The parts that a loop works with, and the few calls that cross from the event loop to another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from headrace.algorithms.fields import Minibatch
+from headrace.cluster.inprocess import ThreadActor
+from headrace.config.schema import RunConfig
+from headrace.control.ledger import Ledger
+from headrace.control.watchdog import Watchdog, await_with_deadline
+from headrace.evaluation.result import EvaluationResult
+from headrace.monitor.fanout import FanOut, SinkHealth
+from headrace.monitor.progress import Progress
+from headrace.player import Player
+from headrace.protocols import Algorithm, Clock, Engine, Reward, TaskSource, WeightUpdate
+from headrace.record.checkpoints import CheckpointStore
+from headrace.record.episodes import EpisodeWriter
+from headrace.record.ledger_store import LedgerStore
+from headrace.record.metrics import MetricsWriter
+from headrace.record.run_dir import RunDirectory, write_atomically
+from headrace.record.spans import SpanWriter
+from headrace.reporting import Reporter
+from headrace.trainer.plan import plan_update
+from headrace.trainer.trainer import PolicyTrainer
+from headrace.types import RolloutBatch, Task
+from headrace.weights.canary import Canary
+from headrace.weights.checksums import checksums, named_parameters
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class Record:
+    """The run's files, open for writing. One lineage is one process."""
+
+    run_dir: RunDirectory
+    lineage: int
+    ledger: Ledger
+    ledger_store: LedgerStore
+    checkpoints: CheckpointStore
+    episodes: EpisodeWriter
+    spans: SpanWriter
+    metrics: MetricsWriter
+
+    def close(self) -> None:
+        for file in (self.ledger_store, self.episodes, self.spans, self.metrics):
+            file.close()
+        self.run_dir.close()
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """Everything a loop works with."""
+
+    config: RunConfig
+    clock: Clock
+    tasks: TaskSource
+    held_out: Sequence[Task]
+    engine: Engine
+    player: Player
+    reward: Reward
+    model: PreTrainedModel
+    """The trainer's; the engine's too where it shares weights."""
+    trainer: PolicyTrainer
+    trainer_thread: ThreadActor
+    algorithm: Algorithm
+    canary: Canary
+    max_ratio_error: float
+    """I5: largest |ratio - 1| of fresh tokens, for the model's dtype."""
+    watchdog: Watchdog
+    record: Record
+    sinks: FanOut
+    progress: Progress
+    reporter: Reporter
+    restored: Mapping[str, Any] = field(default_factory=dict)
+    """Extra state of the checkpoint that was restored; empty for a fresh start."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """The engine reads the trainer's own storage, so it must not decode while an optimizer step writes."""
+        return self.config.engine.weights == "shared"
+
+    async def wait(self, awaitable: Awaitable[T], *, waiter: str, on: str, what: str, deadline_s: float) -> T:
+        """Await with a name and a deadline (I19)."""
+        return await await_with_deadline(
+            awaitable, watchdog=self.watchdog, waiter=waiter, on=on, what=what, deadline_s=deadline_s
+        )
+
+    async def on_trainer(self, function: Callable[..., T], *args: Any, what: str, deadline_s: float) -> T:
+        """Run a blocking call on the trainer's thread, on the timeline and under a deadline."""
+        started_s = self.clock()
+        call = self.trainer_thread.call(function, *args)
+        result = await self.wait(call, waiter="loop", on="trainer", what=what, deadline_s=deadline_s)
+        self.record.spans.add("trainer", what, started_s, self.clock())
+        self.watchdog.progress(what)
+        return result
+
+    # ------------------------------------------------------------- called on the trainer's thread
+
+    def plan(self, batch: RolloutBatch) -> list[Minibatch]:
+        """The batch's minibatches, in the order of their optimizer steps."""
+        config = self.config
+        return plan_update(
+            batch,
+            self.algorithm,
+            self.trainer,
+            config.trainer,
+            max_new_tokens=config.sampling.max_new_tokens,
+            seed=config.seed,
+        )
+
+    def forward_backward(self, minibatch: Minibatch) -> dict[str, float]:
+        return self.trainer.forward_backward(minibatch, self.algorithm)
+
+    def publish(self) -> WeightUpdate:
+        """The next version; with its tensors where the engine holds a copy."""
+        update = self.trainer.publish()
+        if self.shares_weights:
+            return update
+        return WeightUpdate(version=update.version, tensors=named_parameters(self.model))
+
+    def save_checkpoint(self, number: int, state: dict[str, Any]) -> None:
+        """Trainer, state and episodes of this moment, complete or not at all (I12)."""
+        with self.record.checkpoints.writing(number) as folder:
+            self.trainer.save(folder)
+            self.record.checkpoints.write_state(folder, state)
+
+    # --------------------------------------------------------------------------- called by the loop
+
+    def trainer_checksums(self) -> dict[str, str]:
+        """Of the weights that the trainer holds now (I6)."""
+        return checksums(named_parameters(self.model).items())
+
+    async def evaluate(self) -> EvaluationResult:
+        """The held-out tasks on the engine's current version; the result is a file of the run."""
+        config = self.config
+        concurrency = config.rollout.max_concurrent
+        result = await self.player.evaluate(self.held_out, config.evaluation, concurrency=concurrency)
+        folder = self.record.run_dir.path / "evaluations"
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"version-{self.trainer.version}.json", result.to_json().encode())
+        return result
+
+    async def close(self) -> list[SinkHealth]:
+        """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""
+        await self.engine.close()
+        await self.reward.close()
+        self.trainer_thread.close()
+        self.record.close()
+        sinks = self.sinks.close()
+        self.progress.stop()
+        return sinks
