@@ -1,8 +1,9 @@
 """Keep the C allocator from handing large buffers back to the system after each use (Linux with glibc, CPU runs).
 
 glibc maps every block above 32 MiB anew and unmaps it when it is freed. A training pass allocates gradients and
-logits of that size again and again, and the kernel clears every page each time: about 8 % of the CPU time of
-SmolLM2-135M's forward and backward pass (4.5 against 4.15 CPU seconds, medians of 6 in one process each, 1 thread).
+logits of that size again and again, and the kernel clears every page each time. Measured on SmolLM2-135M (float32,
+1 thread, 444 tokens, forward and backward): 4.0 against 4.2 CPU seconds, peak memory unchanged. How much is saved
+depends on the order of allocations.
 """
 
 from __future__ import annotations
