@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from headrace.algorithms.fields import Minibatch
-from headrace.cluster.inprocess import ThreadActor
 from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog, await_with_deadline
+from headrace.daemon_thread import DaemonThread
 from headrace.evaluation.result import EvaluationResult
 from headrace.monitor.fanout import FanOut, SinkHealth
 from headrace.monitor.progress import Progress
@@ -67,7 +67,7 @@ class Parts:
     model: PreTrainedModel
     """The trainer's; the engine's too where it shares weights."""
     trainer: PolicyTrainer
-    trainer_thread: ThreadActor
+    trainer_thread: DaemonThread
     algorithm: Algorithm
     canary: Canary
     max_ratio_error: float
@@ -150,7 +150,7 @@ class Parts:
         """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""
         await self.engine.close()
         await self.reward.close()
-        self.trainer_thread.close()
+        self.trainer_thread.stop()
         self.record.close()
         sinks = self.sinks.close()
         self.progress.stop()

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from headrace.algorithms.registry import build_algorithm
-from headrace.cluster.inprocess import ThreadActor
 from headrace.config.checks import AlgorithmTraits, check_config
 from headrace.config.load import resolved
 from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
+from headrace.daemon_thread import DaemonThread
 from headrace.engines.embedded import TransformersEngine
 from headrace.environments.registry import check_environments, make_environment
 from headrace.environments.runner import EpisodeRunner
@@ -254,7 +254,7 @@ def _connect(
     watchdog.watch_stacks("threads", thread_stacks)
     watchdog.watch_stacks("asyncio tasks", task_stacks)
     _, trainer_threads = num_threads(config)
-    trainer_thread = ThreadActor("trainer", setup=lambda: torch.set_num_threads(trainer_threads))
+    trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
 
     async def score(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
         return [t.tolist() for t in await trainer_thread.call(trainer.forward, samples)]

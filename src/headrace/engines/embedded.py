@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from headrace.config.schema import TransformersEngineConfig
-from headrace.engines._thread import DaemonThread
+from headrace.daemon_thread import DaemonThread
 from headrace.engines.compute import Compute, Move, StepResult
 from headrace.engines.errors import EngineError, RequestError
 from headrace.engines.lane import Lane

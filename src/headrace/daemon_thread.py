@@ -10,7 +10,10 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class DaemonThread:
@@ -26,18 +29,21 @@ class DaemonThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Queue ``function(*args)``; the future of the running loop gets its result or its exception."""
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Queue ``function(*args, **kwargs)``; the future of the running loop gets its result or its exception. A call
+        whose caller gave up still runs to its end: half an optimizer step is worse than a late one."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+        future: asyncio.Future[T] = loop.create_future()
 
         def job() -> None:
+            result: T | None = None
+            error: BaseException | None = None
             try:
                 if self._initialise_error is not None:
                     raise self._initialise_error
-                result, error = function(*args), None
+                result = function(*args, **kwargs)
             except BaseException as caught:  # handed to the waiter, whatever it is
-                result, error = None, caught
+                error = caught
             # A closed loop has no waiter left to be told.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, future, result, error)
@@ -71,4 +77,4 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
     elif isinstance(error, Exception):
         future.set_exception(error)
     else:  # StopIteration and exits cannot travel in a future as they are
-        future.set_exception(RuntimeError(f"a call on an engine thread ended with {error!r}"))
+        future.set_exception(RuntimeError(f"a call on a daemon thread ended with {error!r}"))

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from headrace.engines._thread import DaemonThread
+from headrace.daemon_thread import DaemonThread
 
 
 def test_results_and_errors_reach_the_caller():
@@ -57,7 +57,7 @@ def test_hung_call_does_not_hold_the_interpreter():
     """I19: a process whose engine thread hangs for ever still ends when its main thread does."""
     code = (
         "import asyncio, threading\n"
-        "from headrace.engines._thread import DaemonThread\n"
+        "from headrace.daemon_thread import DaemonThread\n"
         "async def main():\n"
         "    t = DaemonThread('hung')\n"
         "    t.call(threading.Event().wait)\n"
