@@ -160,3 +160,10 @@ def test_engine_context_and_logprobs() -> None:
     assert "leaves no room for a prompt" in problems(run, engine_capabilities=EngineCapabilities(max_context=64))[0]
     assert "returns no log-probabilities" in problems(run, engine_capabilities=EngineCapabilities(logprobs=False))[0]
     check_config(run, engine_capabilities=EngineCapabilities(max_context=65))
+
+
+def test_clip_bounds_without_a_second_step_are_refused() -> None:
+    """I20, F63: with one optimizer step per rollout batch the ratio is 1, so a clip bound that was set does nothing."""
+    with pytest.raises(ConfigError, match=r"algorithm\.clip_high has no effect"):
+        check_config(config(algorithm={"clip_high": 0.3}))
+    check_config(config(algorithm={"clip_high": 0.3}, trainer={"num_minibatches": 2}))

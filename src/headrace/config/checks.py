@@ -174,6 +174,13 @@ def _training(config: RunConfig) -> Iterator[str]:
             f"trainer.schedule.warmup_steps = {trainer.schedule.warmup_steps}, but the run has {num_steps} optimizer "
             "steps (num_batches x num_epochs x num_minibatches): the full learning rate would never be reached"
         )
+    if trainer.num_minibatches * trainer.num_epochs == 1:
+        # The proximal policy is then the current one, and the ratio exactly 1.
+        for name in _set(config.algorithm, "clip_low", "clip_high", "dual_clip", "ratio_level"):
+            yield (
+                f"algorithm.{name} has no effect: one optimizer step per rollout batch (trainer.num_minibatches x "
+                "trainer.num_epochs = 1) has no ratio other than 1 to clip; remove it or make more steps per batch"
+            )
     other = "bfloat16" if config.model.dtype == "float32" else "float32"
     for name in _set(config.guards, f"max_ratio_error_{other}"):
         yield f'guards.{name} has no effect: model.dtype is "{config.model.dtype}"'
