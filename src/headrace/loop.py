@@ -349,7 +349,7 @@ class Loop:
         self.batch_index += 1
         metrics: dict[str, float] = {}
         if self.batch_index % self.config.guards.canary_every == 0:
-            proof = self.parts.canary.prove(update.version, self.parts.trainer_checksums)
+            proof = self.parts.canary.prove(update.version)
             metrics["canary/max_gap"] = (await self._on_engine(proof, f"canary of {update.version}")).max_gap
         await self._on_engine(self.parts.engine.resume(), "resume")
         self._engine_is_paused = False

@@ -29,7 +29,7 @@ from headrace.trainer.plan import plan_update
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import RolloutBatch, Task
 from headrace.weights.canary import Canary
-from headrace.weights.checksums import checksums, named_parameters
+from headrace.weights.checksums import named_parameters
 
 T = TypeVar("T")
 
@@ -131,10 +131,6 @@ class Parts:
             self.record.checkpoints.write_state(folder, state)
 
     # --------------------------------------------------------------------------- called by the loop
-
-    def trainer_checksums(self) -> dict[str, str]:
-        """Of the weights that the trainer holds now (I6)."""
-        return checksums(named_parameters(self.model).items())
 
     async def evaluate(self) -> EvaluationResult:
         """The held-out tasks on the engine's current version; the result is a file of the run."""

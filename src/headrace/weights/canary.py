@@ -2,7 +2,8 @@
 
 A fixed probe prompt is generated twice, with a cold prefix cache (a salt never used before) and, after it, with a
 warm one; the trainer scores what was sampled. All three must agree within the band, or the run stops and names what
-differs: the tensors whose checksums differ, or, where all agree, the cache.
+differs: the tensors whose checksums differ, or, where all agree, the cache. Where the engine holds a copy, checksums of
+all tensors are compared at every sync: a few probe tokens cannot feel every weight.
 """
 
 from __future__ import annotations
@@ -38,14 +39,26 @@ ScoreSamples = Callable[[Sequence[Sample]], Awaitable[Sequence[Sequence[float]]]
 class Canary:
     """Probes one engine. ``prompt_ids`` are fixed for the run."""
 
-    def __init__(self, engine: Engine, score: ScoreSamples, prompt_ids: Sequence[int], *, bound: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        score: ScoreSamples,
+        prompt_ids: Sequence[int],
+        *,
+        bound: float,
+        trainer_checksums: Callable[[], Mapping[str, str]],
+        shares_weights: bool,
+    ) -> None:
+        """``bound``: largest gap of a log-probability. ``shares_weights``: one storage, so tensors cannot differ."""
         self._engine = engine
+        self._trainer_checksums = trainer_checksums
+        self._shares_weights = shares_weights
         self._score = score
         self._prompt_ids = tuple(prompt_ids)
         self._bound = bound
         self._num_probes = 0
 
-    async def prove(self, version: PolicyVersion, trainer_checksums: Callable[[], Mapping[str, str]]) -> CanaryResult:
+    async def prove(self, version: PolicyVersion) -> CanaryResult:
         """Raises SyncError, naming what differs, unless engine and trainer agree. The engine may be paused:
         probes run alone, so that no other request is served by weights that are not proved."""
         if self._engine.version != version:
@@ -62,8 +75,9 @@ class Canary:
             name: self._gap(generation, logprobs[len(self._prompt_ids) :])
             for (name, generation), logprobs in zip(generations.items(), scored, strict=True)
         }
-        if not all(gap <= self._bound for gap in gaps.values()):
-            raise SyncError(self._explain(version, gaps, trainer_checksums()))
+        differing = [] if self._shares_weights else self._differing()
+        if differing or not all(gap <= self._bound for gap in gaps.values()):
+            raise SyncError(self._explain(version, gaps, differing or self._differing()))
         return CanaryResult(
             version=version, max_gap=max(gaps.values()), num_tokens=sum(len(g.ids) for g in generations.values())
         )
@@ -96,9 +110,12 @@ class Canary:
         gaps = [abs(a - b) for a, b in zip(generation.logprobs, trainer_logprobs, strict=True)]
         return math.inf if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
-    def _explain(self, version: PolicyVersion, gaps: Mapping[str, float], trainer: Mapping[str, str]) -> str:
-        engine = self._engine.weight_checksums()
-        differing = sorted(name for name in trainer.keys() | engine.keys() if trainer.get(name) != engine.get(name))
+    def _differing(self) -> list[str]:
+        """Names of tensors that are not bit for bit the same on both sides."""
+        trainer, engine = self._trainer_checksums(), self._engine.weight_checksums()
+        return sorted(name for name in trainer.keys() | engine.keys() if trainer.get(name) != engine.get(name))
+
+    def _explain(self, version: PolicyVersion, gaps: Mapping[str, float], differing: Sequence[str]) -> str:
         if differing:
             cause = "these tensors differ between trainer and engine: " + ", ".join(differing[:8])
             cause += f" and {len(differing) - 8} more" if len(differing) > 8 else ""
