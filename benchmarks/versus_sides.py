@@ -225,9 +225,9 @@ def watched(
     finally:
         if pid == 0:
             process.kill()
-            os.wait4(process.pid, 0)
+            _, status, _ = os.wait4(process.pid, 0)
+        process.returncode = code = os.waitstatus_to_exitcode(status)  # Popen did not see it end
     wall_s = time.monotonic() - started_s
-    process.returncode = code = os.waitstatus_to_exitcode(status)
     if code != 0 and not (was_stopped and code == 130):
         raise SideFailed(f"{what}: exit code {code}.{tail(log)}")
     cpu_s, busy_after_s = usage.ru_utime + usage.ru_stime, busy_s()

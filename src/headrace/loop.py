@@ -46,8 +46,8 @@ Rules that hold here:
 * An error is not a reward: a score error books the attempt as failed and keeps it out of the baseline.
 * Books before work: 'issued' is on disk before an attempt starts, 'trained' (uncommitted) before its update is
   published, and it is trained for good once the checkpoint that holds the update is complete.
-* A checkpoint is cut between a publish and the next optimizer step, never inside a batch. It names the groups that
-  were in flight or buffered then: a resume issues exactly those again, then goes on with the cursor.
+* A checkpoint is cut right after a publish, whenever it is written. It names the groups that were in flight or
+  buffered then: a resume issues exactly those again, then goes on with the cursor.
 * No token is served by weights that are not proved: the engine stays paused from a batch's first optimizer step
   (shared weights) or from publish (copied weights) until the canary has agreed.
 * Non-finite loss, gradient or weights raise in the trainer before they can be published.
@@ -58,7 +58,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.control.admission import Admission
 from headrace.control.checks import (
@@ -123,6 +123,10 @@ class Loop:
         self._engine_is_paused = False
         self._changed = asyncio.Event()
         self._attempts: dict[AttemptKey, asyncio.Task[None]] = {}
+        self._unsettled: list[Episode] = []
+        """Ended episodes of the running wave; their attempts are in flight in the books."""
+        self._cut: dict[str, Any] = {}
+        """What a checkpoint of this version holds besides the trainer."""
         if parts.restored:
             self.cursor.restore(parts.restored["cursor"])
             self.admission.restore(self.batch_index)
@@ -161,7 +165,8 @@ class Loop:
         published_s = clock()
         if not self.is_synchronous:
             self._issue_groups()  # before evaluation and checkpoint, so that decoding does not wait for them
-        evaluation, checkpoint, is_last = self.config.evaluation, self.config.checkpoint, self._is_last()
+        evaluation, checkpoint = self.config.evaluation, self.config.checkpoint
+        is_last = self.batch_index == self.config.trainer.num_batches
         if (evaluation.every and self.batch_index % evaluation.every == 0) or (is_last and evaluation.at_end):
             metrics |= await self._evaluate()
         metrics |= {
@@ -174,9 +179,6 @@ class Loop:
         self.ended = []
         if checkpoint.every and self.batch_index % checkpoint.every == 0 and not is_last:
             await self._checkpoint()
-
-    def _is_last(self) -> bool:
-        return self.batch_index == self.config.trainer.num_batches
 
     def _raise_if_stopping(self) -> None:
         if self.stop_requested:
@@ -204,16 +206,28 @@ class Loop:
 
     async def _attempt(self, key: AttemptKey, task: Task) -> None:
         episode = await self.parts.player.play(key, task, self.parts.player.sampling, "rollout")
-        del self._attempts[key]
         self.parts.reporter.episode_ended(episode)
         if episode.outcome.is_failure and not await self.parts.engine.healthy():
             raise EngineDied(f"the engine died; its last words, to attempt {key}: {episode.error}")
-        self._settle(episode)
+        self.parts.watchdog.progress(f"episode {key}")
+        self._unsettled.append(episode)
+        if not self.is_synchronous or len(self._unsettled) == len(self._attempts):
+            self._settle_ended()
+
+    def _settle_ended(self) -> None:
+        """Settle what ended. Synchronous runs settle a whole wave, in order of keys, so that no retry, no replacement
+        and no sum depends on whose reply was judged first."""
+        ended, self._unsettled = sorted(self._unsettled, key=lambda e: e.key), []
+        for episode in ended:
+            del self._attempts[episode.key]
+        for episode in ended:
+            self._settle(episode)
+        self._issue_groups()  # commits a retry's 'issued', too
+        self._changed.set()
 
     def _settle(self, episode: Episode) -> None:
         """Book an ended attempt and do what its group now calls for."""
         self.ended.append(episode)
-        self.parts.watchdog.progress(f"episode {episode.key}")
         if not episode.is_scored:
             self.parts.record.ledger.fail([episode.key], failure_class(episode))
             self.parts.reporter.not_trained([episode], f"failed:{failure_class(episode)}", self.batch_index + 1)
@@ -226,8 +240,6 @@ class Loop:
             self._drop_group(decision.group_id, decision.episodes, decision.reason)
         elif isinstance(decision, Complete):
             self._finish_group(decision.group)
-        self._issue_groups()  # commits a retry's 'issued', too
-        self._changed.set()
 
     def _finish_group(self, group: Group) -> None:
         """A complete group waits for its batch, or is filtered out and replaced (dynamic sampling). After
@@ -353,6 +365,7 @@ class Loop:
             metrics["canary/max_gap"] = (await self._on_engine(proof, f"canary of {update.version}")).max_gap
         await self._on_engine(self.parts.engine.resume(), "resume")
         self._engine_is_paused = False
+        self._cut = self.parts.cut(self.batch_index, self.cursor.state())
         self.parts.watchdog.progress(f"published {update.version}")
         return metrics
 
@@ -376,22 +389,11 @@ class Loop:
         return result.metrics()
 
     async def _checkpoint(self) -> None:
-        """Cut here. Order: books say 'cut', files, completeness marker, books say 'checkpoint'."""
-        parts, update = self.parts, self.batch_index
-        if parts.record.ledger.committed_update == update:
+        """Write what was cut at this version's publish."""
+        ledger, update = self.parts.record.ledger, self.batch_index
+        if ledger.committed_update == update:
             return  # this very version is safe already
         owed = [*self._attempts, *(e.key for g in self.ready.values() for e in g.scored)]
         owed += [e.key for g in self.assembler.open_groups for e in self.assembler.ended(g) if e.is_scored]
-        parts.record.ledger.check(in_flight=owed, full=True)  # issued = trained + dropped + failed + in flight (I10)
-        state = {"batch_index": update, "cursor": self.cursor.state(), "ledger": parts.record.ledger_store.position}
-        parts.record.ledger.cut(update)
-        parts.record.ledger_store.commit()
-        deadline_s = self.config.waits.checkpoint_s
-        await parts.on_trainer(parts.save_checkpoint, update, state, what=f"checkpoint {update}", deadline_s=deadline_s)
-        oldest = parts.record.checkpoints.oldest()
-        parts.record.ledger.checkpoint(update, None if oldest is None else oldest.step)
-        parts.record.ledger_store.commit()
-        segments = parts.record.episodes.rotate()
-        await parts.on_trainer(
-            parts.record.episodes.compact, segments, what="compacting episodes", deadline_s=deadline_s
-        )
+        ledger.check(in_flight=owed, full=True)  # issued = trained + dropped + failed + in flight (I10)
+        await self.parts.write_checkpoint(update, self._cut)

@@ -132,6 +132,25 @@ class Parts:
 
     # --------------------------------------------------------------------------- called by the loop
 
+    def cut(self, number: int, cursor: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the state of this moment for a checkpoint of version ``number``; the books say so. The trainer's part
+        is not in it: it stands still until the next optimizer step."""
+        self.record.ledger.cut(number)
+        return {"batch_index": number, "cursor": cursor, "ledger": self.record.ledger_store.position}
+
+    async def write_checkpoint(self, number: int, state: dict[str, Any]) -> None:
+        """Order: books say 'cut' (they do in memory already), files, completeness marker, books say 'checkpoint'."""
+        record, deadline_s = self.record, self.config.waits.checkpoint_s
+        record.ledger_store.commit()
+        what = f"checkpoint {number}"
+        await self.on_trainer(self.save_checkpoint, number, state, what=what, deadline_s=deadline_s)
+        oldest = record.checkpoints.oldest()
+        record.ledger.checkpoint(number, None if oldest is None else oldest.step)
+        record.ledger_store.commit()
+        segments = record.episodes.rotate()
+        what = "compacting episodes"
+        await self.on_trainer(record.episodes.compact, segments, what=what, deadline_s=deadline_s)
+
     async def evaluate(self) -> EvaluationResult:
         """The held-out tasks on the engine's current version; the result is a file of the run."""
         config = self.config
