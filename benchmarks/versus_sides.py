@@ -220,11 +220,11 @@ def watched(
             if pid == 0 and time.monotonic() - started_s > machine.deadline_s:
                 raise SideFailed(f"{what}: no end after {machine.deadline_s:.0f} s.{tail(log)}")
             if pid == 0 and not was_stopped and is_done():
-                process.send_signal(signal.SIGTERM)
+                os.kill(process.pid, signal.SIGTERM)
                 was_stopped = True
     finally:
         if pid == 0:
-            process.kill()
+            os.kill(process.pid, signal.SIGKILL)  # Popen's own kill() might reap it, and its usage with it
             _, status, _ = os.wait4(process.pid, 0)
         process.returncode = code = os.waitstatus_to_exitcode(status)  # Popen did not see it end
     wall_s = time.monotonic() - started_s
