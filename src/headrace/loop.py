@@ -51,7 +51,8 @@ Rules that hold here:
 * No token is served by weights that are not proved: the engine stays paused from a batch's first optimizer step
   (shared weights) or from publish (copied weights) until the canary has agreed.
 * Non-finite loss, gradient or weights raise in the trainer before they can be published.
-* Ctrl-C ends the wait for rollouts, lets a running update and its publish finish, checkpoints, says how to resume.
+* Ctrl-C ends the wait for rollouts or an evaluation, lets a running update and its publish finish, checkpoints, and
+  says how to resume.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ class Loop:
     def stop(self) -> None:
         """Ask the loop to end at the next safe point."""
         self.stop_requested = True
+        self.parts.give_up_evaluation()
         self._changed.set()
 
     async def _one_batch(self) -> None:
@@ -207,7 +209,7 @@ class Loop:
     async def _attempt(self, key: AttemptKey, task: Task) -> None:
         episode = await self.parts.player.play(key, task, self.parts.player.sampling, "rollout")
         self.parts.reporter.episode_ended(episode)
-        if episode.outcome.is_failure and not await self.parts.engine.healthy():
+        if episode.outcome.is_failure and not await self.parts.engine_is_healthy():
             raise EngineDied(f"the engine died; its last words, to attempt {key}: {episode.error}")
         self.parts.watchdog.progress(f"episode {key}")
         self._unsettled.append(episode)
@@ -281,13 +283,9 @@ class Loop:
             self._raise_if_stopping()
             self._changed.clear()
             held = f", held by the age of groups {selection.held_by} in flight" if selection.held_by else ""
-            await self.parts.wait(
-                self._changed.wait(),
-                waiter="loop",
-                on="rollouts",
-                what=f"batch {self.batch_index} ({selection.num_missing} groups missing{held})",
-                deadline_s=max(0.001, deadline_at_s - self.parts.clock()),
-            )
+            what = f"batch {self.batch_index} ({selection.num_missing} groups missing{held})"
+            left_s = max(0.001, deadline_at_s - self.parts.clock())
+            await self.parts.wait(self._changed.wait(), waiter="loop", on="rollouts", what=what, deadline_s=left_s)
         self.num_filtered = 0
         check_error_share(self.ended, self.config.guards.max_error_share)
         return self._close_batch(selection.batch)
@@ -384,6 +382,8 @@ class Loop:
         """Held-out tasks on the current version. It stays pinned: nothing publishes while the loop waits here."""
         self.parts.progress.update({}, phase="evaluation")
         result = await self.parts.evaluate()
+        if result is None:
+            return {}  # given up: somebody asked the run to stop
         self.evaluations.append((self.batch_index, result))
         self.parts.watchdog.progress("evaluation")
         return result.metrics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from headrace.algorithms.fields import Minibatch
 from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
-from headrace.control.watchdog import Watchdog, await_with_deadline
+from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
 from headrace.daemon_thread import DaemonThread
 from headrace.evaluation.result import EvaluationResult
 from headrace.monitor.fanout import FanOut, SinkHealth
@@ -32,6 +33,9 @@ from headrace.weights.canary import Canary
 from headrace.weights.checksums import named_parameters
 
 T = TypeVar("T")
+
+HEALTH_DEADLINE_S = 30.0
+"""For an engine to say whether it lives."""
 
 
 @dataclass(kw_only=True)
@@ -79,6 +83,8 @@ class Parts:
     reporter: Reporter
     restored: Mapping[str, Any] = field(default_factory=dict)
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
+    _evaluation: asyncio.Task[EvaluationResult] | None = field(default=None, init=False)
+    _evaluations_are_given_up: bool = field(default=False, init=False)
 
     @property
     def shares_weights(self) -> bool:
@@ -151,15 +157,40 @@ class Parts:
         what = "compacting episodes"
         await self.on_trainer(record.episodes.compact, segments, what=what, deadline_s=deadline_s)
 
-    async def evaluate(self) -> EvaluationResult:
-        """The held-out tasks on the engine's current version; the result is a file of the run."""
+    async def engine_is_healthy(self) -> bool:
+        """False also where the engine does not even answer that."""
+        call, deadline_s = self.engine.healthy(), HEALTH_DEADLINE_S
+        try:
+            return await self.wait(call, waiter="loop", on="engine", what="its health", deadline_s=deadline_s)
+        except DeadlineError:
+            return False
+
+    async def evaluate(self) -> EvaluationResult | None:
+        """The held-out tasks on the engine's current version; the result is a file of the run. None where it was given
+        up. Its deadline is evaluation.deadline_s."""
+        if self._evaluations_are_given_up:
+            return None
         config = self.config
         concurrency = config.rollout.max_concurrent
-        result = await self.player.evaluate(self.held_out, config.evaluation, concurrency=concurrency)
+        play = self.player.evaluate(self.held_out, config.evaluation, concurrency=concurrency)
+        self._evaluation = asyncio.create_task(play, name="evaluation")
+        try:
+            await asyncio.wait({self._evaluation})
+        finally:
+            self._evaluation.cancel()
+        if self._evaluation.cancelled():
+            return None
+        result = self._evaluation.result()
         folder = self.record.run_dir.path / "evaluations"
         folder.mkdir(exist_ok=True)
         write_atomically(folder / f"version-{self.trainer.version}.json", result.to_json().encode())
         return result
+
+    def give_up_evaluation(self) -> None:
+        """End the one that runs, and make no other: the run is about to stop."""
+        self._evaluations_are_given_up = True
+        if self._evaluation is not None:
+            self._evaluation.cancel()
 
     async def close(self) -> list[SinkHealth]:
         """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""

@@ -44,6 +44,9 @@ class Player:
             )
         except DeadlineError as error:
             result = ScoreError(error_class=ErrorClass.TIMEOUT, message=str(error), reward=name)
+        except Exception as error:  # a third party's reward class; its own functions never get here
+            message = f"{type(error).__name__}: {error}"
+            result = ScoreError(error_class=ErrorClass.EXCEPTION, message=message, reward=name)
         return replace(episode, score=check_score(result, self.reward.value_range, name))
 
     async def evaluate(self, tasks: Sequence[Task], config: EvaluationConfig, *, concurrency: int) -> EvaluationResult:

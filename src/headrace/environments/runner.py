@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -34,6 +35,10 @@ from headrace.types import (
 )
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+CLEAN_UP_DEADLINE_S = 10.0
+"""For telling an engine to drop a request, and for closing the environment of a cancelled episode."""
 
 
 def attempt_seed(run_seed: int, key: AttemptKey, turn: int = 0, stream: str = "rollout") -> int:
@@ -109,19 +114,22 @@ class _Play:
 
     async def to_end(self) -> tuple[Outcome, str | None]:
         """Plays, then closes the environment; one that cannot be closed is a leak, and the episode failed by it."""
-        environment = self.runner.make_environment(self.task)
         try:
-            outcome, error = await self._turns(environment)
+            environment = self.runner.make_environment(self.task)
+        except Exception as error:
+            return Outcome.ENVIRONMENT_ERROR, self._environment_error("making", error)
+        try:
+            outcome, message = await self._turns(environment)
         except _EpisodeEnd as end:
-            outcome, error = end.outcome, end.error
+            outcome, message = end.outcome, end.error
         except asyncio.CancelledError:
-            await environment.close()
+            await self._clean_up(f"environment {self.task.environment}", "close", environment.close())
             raise
         try:
             await self._environment_call("close", environment.close())
         except _EpisodeEnd as end:
             return end.outcome, end.error
-        return outcome, error
+        return outcome, message
 
     async def _turns(self, environment: Environment) -> tuple[Outcome, str | None]:
         runner = self.runner
@@ -182,10 +190,10 @@ class _Play:
                 deadline_s=runner.generation_deadline_s,
             )
         except DeadlineError as error:
-            await runner.engine.abort(request.id)
+            await self._clean_up("engine", "abort", runner.engine.abort(request.id))
             raise _EpisodeEnd(Outcome.TIMEOUT, str(error)) from error
         except asyncio.CancelledError:
-            await runner.engine.abort(request.id)
+            await self._clean_up("engine", "abort", runner.engine.abort(request.id))
             raise
         except Exception as error:
             raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, f"engine: {type(error).__name__}: {error}") from error
@@ -233,6 +241,21 @@ class _Play:
         except DeadlineError as error:
             raise _EpisodeEnd(Outcome.TIMEOUT, str(error)) from error
         except Exception as error:
-            raise _EpisodeEnd(
-                Outcome.ENVIRONMENT_ERROR, f"{what} of {self.task.environment}: {type(error).__name__}: {error}"
-            ) from error
+            raise _EpisodeEnd(Outcome.ENVIRONMENT_ERROR, self._environment_error(what, error)) from error
+
+    def _environment_error(self, what: str, error: Exception) -> str:
+        return f"{what} of {self.task.environment}: {type(error).__name__}: {error}"
+
+    async def _clean_up(self, on: str, what: str, call: Awaitable[None]) -> None:
+        """The episode has ended already, for a reason that is told; what goes wrong here must not take its place."""
+        try:
+            await await_with_deadline(
+                call,
+                watchdog=self.runner.watchdog,
+                waiter=f"episode {self.key}",
+                on=on,
+                what=what,
+                deadline_s=CLEAN_UP_DEADLINE_S,
+            )
+        except Exception as error:
+            logger.warning("episode %s, %s of %s: %s: %s", self.key, what, on, type(error).__name__, error)
