@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ async def sequential(config: RunConfig) -> dict[str, torch.Tensor]:
         groups = []
         for draw in draws:
             own = [e for e in episodes if e.key.group == draw.group]
-            judged = tuple([with_score(e, await reward.score(e)) for e in own])
+            judged = tuple([replace(e, score=await reward.score(e)) for e in own])
             groups.append(Group(id=draw.group, task=tasks[draw.task_index], episodes=judged))
         samples = [
             s
@@ -117,12 +118,6 @@ async def episode(config: RunConfig, policy: Policy, engine: Engine, key: Attemp
         trace=Trace(segments=segments),
         outcome=Outcome.TRUNCATED if generation.finish_reason == "length" else Outcome.DONE,
     )
-
-
-def with_score(episode: Episode, score: Any) -> Episode:
-    from dataclasses import replace
-
-    return replace(episode, score=score)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -33,6 +33,10 @@ def trained_groups(run_dir: Path) -> list[list[int]]:
     return [sorted({group for group, _, _ in keys}) for keys in trained_by_update(run_dir).values()]
 
 
+def all_trained_groups(run_dir: Path) -> list[int]:
+    return [group for groups in trained_groups(run_dir) for group in groups]
+
+
 # -------------------------------------------------------------------------------------- synchronous, overlap
 
 
@@ -96,7 +100,7 @@ def test_wait_holds_the_step_for_the_slow_group_and_names_it(tmp_path: Path) -> 
     assert error is None and took_s >= 100.0
     assert any("held by the age of groups (1,) in flight" in what for what in named)
     assert oldest_trained_token_age(config.run_dir) <= 1
-    assert sorted(sum(trained_groups(config.run_dir), [])) == list(range(12))
+    assert sorted(all_trained_groups(config.run_dir)) == list(range(12))
     assert books(config.run_dir).summary()["dropped"] == 0
 
 
@@ -104,7 +108,7 @@ def test_mask_never_waits_and_trains_no_old_token(tmp_path: Path) -> None:
     """I7: the slow group stays a member with its young tokens only; old ones have mask 0 in the record."""
     config = scripted_config(tmp_path, rollout={"max_staleness": 1, "on_overage": "mask"}, trainer={"num_batches": 6})
     engine = ScriptedEngine(lambda r: Reply(text="123456", duration_s=12.0 if group_of(r) == 1 else 1.0))
-    _, error, took_s = run_scripted(config, engine=engine, thread=ScriptedThread({"forward_backward": 2.0}))
+    _, error, _ = run_scripted(config, engine=engine, thread=ScriptedThread({"forward_backward": 2.0}))
     assert error is None
     assert oldest_trained_token_age(config.run_dir) <= 1
     slow = [r for r in read_episodes(config.run_dir) if r["group"] == 1 and r["status"] == "trained"]
@@ -121,7 +125,7 @@ def test_drop_cancels_what_is_too_old_and_books_it(tmp_path: Path) -> None:
     summary = books(config.run_dir).summary()
     assert summary["dropped:stale"] == 2 and summary["dropped"] == 2 and summary["in_flight"] == 0
     assert summary["trained"] == 6 * 4
-    assert 1 not in sum(trained_groups(config.run_dir), [])
+    assert 1 not in all_trained_groups(config.run_dir)
     assert "abort" in engine.log, "the engine must be told to stop what nobody will train"
 
 
@@ -180,7 +184,7 @@ def test_refill_tries_the_member_again(tmp_path: Path) -> None:
     assert error is None
     summary = books(config.run_dir).summary()
     assert summary["failed:score_exception"] == 4 and summary["trained"] == 4 * 8
-    trained = sum(trained_by_update(config.run_dir).values(), [])
+    trained = [key for keys in trained_by_update(config.run_dir).values() for key in keys]
     assert (1, 2, 2) in trained and (3, 0, 2) in trained and (1, 2, 0) not in trained
 
 
@@ -230,7 +234,7 @@ def test_a_group_with_too_few_scored_members_is_not_trained(tmp_path: Path) -> N
     assert error is None
     summary = books(config.run_dir).summary()
     assert summary["dropped:too_few_scored"] == 2 and summary["trained"] == 4 * 8
-    assert 1 not in sum(trained_groups(config.run_dir), [])
+    assert 1 not in all_trained_groups(config.run_dir)
 
 
 # ---------------------------------------------------------------------------------------- dynamic sampling
@@ -250,7 +254,7 @@ def test_groups_without_signal_are_filtered_and_replaced(max_staleness: int, tmp
     assert error is None
     groups = trained_groups(config.run_dir)
     assert [len(g) for g in groups] == [2, 2, 2, 2]
-    assert all(g % 3 for g in sum(groups, []))
+    assert all(g % 3 for g in all_trained_groups(config.run_dir))
     summary = books(config.run_dir).summary()
     assert summary["dropped:filtered"] == summary["dropped"] >= 8 and summary["dropped"] % 4 == 0
     assert summary["in_flight"] == 0 or max_staleness
@@ -258,7 +262,7 @@ def test_groups_without_signal_are_filtered_and_replaced(max_staleness: int, tmp
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_dynamic_sampling_gives_up_after_its_bound(max_staleness: int, tmp_path: Path) -> None:
-    """No group ever has a signal: (max_filter_factor - 1) batches' worth are filtered, then what there is is trained."""
+    """No group ever has a signal: (max_filter_factor - 1) batches' worth are filtered, then it trains what there is."""
     config = scripted_config(
         tmp_path,
         rollout={**FOUR, "max_staleness": max_staleness, "max_filter_factor": 3},
