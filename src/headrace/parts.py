@@ -21,6 +21,7 @@ from headrace.player import Player
 from headrace.protocols import Algorithm, Clock, Engine, Reward, TaskSource, WeightUpdate
 from headrace.record.checkpoints import CheckpointStore
 from headrace.record.episodes import EpisodeWriter
+from headrace.record.files import RecordError
 from headrace.record.ledger_store import LedgerStore
 from headrace.record.metrics import MetricsWriter
 from headrace.record.run_dir import RunDirectory, write_atomically
@@ -34,6 +35,8 @@ from headrace.weights.checksums import named_parameters
 
 T = TypeVar("T")
 
+CLOSE_DEADLINE_S = 30.0
+"""For an engine or a reward to let go of what it holds."""
 HEALTH_DEADLINE_S = 30.0
 """For an engine to say whether it lives."""
 
@@ -52,9 +55,16 @@ class Record:
     metrics: MetricsWriter
 
     def close(self) -> None:
+        """Close every file, also where one of them cannot be written any more, and raise what that one said."""
+        errors: list[RecordError] = []
         for file in (self.ledger_store, self.episodes, self.spans, self.metrics):
-            file.close()
+            try:
+                file.close()
+            except RecordError as error:
+                errors.append(error)
         self.run_dir.close()
+        if errors:
+            raise errors[0]
 
 
 @dataclass(kw_only=True)
@@ -194,10 +204,13 @@ class Parts:
 
     async def close(self) -> list[SinkHealth]:
         """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""
-        await self.engine.close()
-        await self.reward.close()
-        self.trainer_thread.stop()
-        self.record.close()
-        sinks = self.sinks.close()
         self.progress.stop()
+        for name, call in (("engine", self.engine.close()), ("reward", self.reward.close())):
+            try:
+                await self.wait(call, waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
+            except DeadlineError as error:
+                self.progress.note(str(error))
+        self.trainer_thread.stop()
+        sinks = self.sinks.close()
+        self.record.close()
         return sinks

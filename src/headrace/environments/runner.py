@@ -197,6 +197,9 @@ class _Play:
             raise
         except Exception as error:
             raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, f"engine: {type(error).__name__}: {error}") from error
+        if generation.request_id != request.id:
+            message = f"engine: it answered request {generation.request_id} where {request.id} was asked (D12)"
+            raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, message)
         if generation.finish_reason == "abort":
             raise _EpisodeEnd(Outcome.CANCELLED, f"the engine aborted turn {turn}")
         self._append(
