@@ -25,6 +25,7 @@ from headrace.parts import Parts, Record
 from headrace.player import Player
 from headrace.record.checkpoints import CheckpointStore
 from headrace.record.episodes import EpisodeWriter
+from headrace.record.files import RecordError
 from headrace.record.ledger_store import LedgerStore
 from headrace.record.metrics import MetricsWriter
 from headrace.record.run_dir import RunDirectory, collect_run_info
@@ -178,7 +179,10 @@ def run_scripted(
         except Exception as raised:
             error = first_cause(raised)
         finally:
-            loop.parts.record.close()
+            try:
+                loop.parts.record.close()
+            except RecordError as closing:
+                error = error or closing
             if beside is not None:
                 beside.cancel()
         return loop, error, asyncio.get_running_loop().time()
