@@ -159,12 +159,18 @@ def test_what_is_no_score_in_range_is_an_error_and_no_reward(result: Any, tmp_pa
     assert metric(config.run_dir, "reward/mean")[1] == 0.5
 
 
+def half_bad(episode: Any) -> ScoreResult:
+    """Odd members cannot be judged; members 0 and 2 score 0 and 1."""
+    if episode.key.member % 2:
+        return ScoreError(error_class=ErrorClass.MEMORY, message="as scripted")
+    return Score(value=float(episode.key.member > 1))
+
+
 def test_a_share_of_errors_above_the_bound_stops_the_run(tmp_path: Path) -> None:
     """I14: with a quarter allowed, half the members failing in every try is too much; the classes are named."""
     config = scripted_config(
         tmp_path, guards={"max_error_share": 0.25}, rollout={"group_size": 4, "on_failure": "shrink"}
     )
-    bad = ScoreError(error_class=ErrorClass.MEMORY, message="as scripted")
     _, error, _ = run_scripted(
         config, judge=lambda e: bad if e.key.member % 2 else Score(value=float(e.key.member > 1))
     )
@@ -176,7 +182,6 @@ def test_a_share_of_errors_below_the_bound_does_not(tmp_path: Path) -> None:
     config = scripted_config(
         tmp_path, guards={"max_error_share": 0.5}, rollout={"group_size": 4, "on_failure": "shrink"}
     )
-    bad = ScoreError(error_class=ErrorClass.MEMORY, message="as scripted")
     _, error, _ = run_scripted(
         config, judge=lambda e: bad if e.key.member % 2 else Score(value=float(e.key.member > 1))
     )
