@@ -13,6 +13,7 @@ from loop_runs import books, metric
 from loop_scripted import run_scripted, scripted_config
 
 from headrace.control.checks import GuardError
+from headrace.protocols import WeightUpdate
 from headrace.record.episodes import read_episodes
 from headrace.record.files import RecordError
 from headrace.scripted import ScriptedEngine, ScriptedTrainer
@@ -101,12 +102,26 @@ def test_a_ratio_that_is_nan_stops_the_run(tmp_path: Path) -> None:
     assert isinstance(error, GuardError) and error.invariant == "I5" and trainer.step == 0
 
 
-def test_an_engine_that_serves_other_weights_stops_the_run_at_the_sync(tmp_path: Path) -> None:
-    """I6: nothing is served by the version that is not proved."""
+def test_an_engine_that_serves_other_weights_at_start_serves_nothing(tmp_path: Path) -> None:
+    """I6: the first version is proved like every other one."""
     engine = ScriptedEngine()
     engine.probe_gap = 0.01
     _, error, _ = run_scripted(scripted_config(tmp_path), engine=engine)
-    assert isinstance(error, SyncError) and "canary after publishing version 0.1" in str(error)
+    assert isinstance(error, SyncError) and "version 0.0" in str(error)
+    assert not engine.requests
+
+
+def test_an_engine_that_serves_other_weights_stops_the_run_at_the_sync(tmp_path: Path) -> None:
+    """I6: nothing is served by the version that is not proved."""
+
+    class Drifting(ScriptedEngine):
+        async def update_weights(self, update: WeightUpdate) -> None:
+            await super().update_weights(update)
+            self.probe_gap = 0.01
+
+    engine = Drifting()
+    _, error, _ = run_scripted(scripted_config(tmp_path), engine=engine)
+    assert isinstance(error, SyncError) and "canary of version 0.1" in str(error)
     assert "resume" not in engine.log
     assert len(engine.requests) == 4, "only the first batch was ever asked for"
 
@@ -171,9 +186,7 @@ def test_a_share_of_errors_above_the_bound_stops_the_run(tmp_path: Path) -> None
     config = scripted_config(
         tmp_path, guards={"max_error_share": 0.25}, rollout={"group_size": 4, "on_failure": "shrink"}
     )
-    _, error, _ = run_scripted(
-        config, judge=lambda e: bad if e.key.member % 2 else Score(value=float(e.key.member > 1))
-    )
+    _, error, _ = run_scripted(config, judge=half_bad)
     assert isinstance(error, GuardError) and error.invariant == "I14"
     assert "50% have no score" in str(error) and "memory" in str(error)
 
@@ -182,9 +195,7 @@ def test_a_share_of_errors_below_the_bound_does_not(tmp_path: Path) -> None:
     config = scripted_config(
         tmp_path, guards={"max_error_share": 0.5}, rollout={"group_size": 4, "on_failure": "shrink"}
     )
-    _, error, _ = run_scripted(
-        config, judge=lambda e: bad if e.key.member % 2 else Score(value=float(e.key.member > 1))
-    )
+    _, error, _ = run_scripted(config, judge=half_bad)
     assert error is None
     assert metric(config.run_dir, "reward/mean")[1] == 0.5, "mean of the scored members 0 and 2"
 
