@@ -30,6 +30,7 @@ class Player:
         """One judged episode. Without a score where the machinery failed, with a classed error where the reward did.
         ``stream`` separates random streams of equal keys (rollouts, evaluations)."""
         episode = await self.runner.run(key, task, sampling=sampling, stream=stream)
+        self.runner.watchdog.progress(f"episode {key}")
         if episode.outcome.is_failure:
             return episode
         name = self.reward.name
