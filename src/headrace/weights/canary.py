@@ -72,11 +72,10 @@ class Canary:
                 f"canary: the engine says it serves version {self._engine.version}, the trainer published {version}"
             )
         self._num_probes += 1
-        generations = {
-            "cold": (await self._engine.probe([self._request("cold", f"canary-{version}-{self._num_probes}")]))[0],
-            "kept": (await self._engine.probe([self._request("kept", _KEPT_SALT)]))[0],
-            "warm": (await self._engine.probe([self._request("warm", _KEPT_SALT)]))[0],
-        }
+        cold = self._request("cold", f"canary-{version}-{self._num_probes}")
+        first = await self._engine.probe([cold, self._request("kept", _KEPT_SALT)])
+        second = await self._engine.probe([self._request("warm", _KEPT_SALT)])  # after 'kept' has left its prompt
+        generations = dict(zip(("cold", "kept", "warm"), [*first, *second], strict=True))
         scored = await self._score([self._sample(name, g) for name, g in generations.items()])
         gaps = {
             name: self._gap(generation, logprobs[len(self._prompt_ids) :])
