@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers.utils import logging as transformers_logging
 
 from headrace.config.dump import dump_toml
 from headrace.config.load import load_config, resolved, restore_config
@@ -37,6 +38,7 @@ import reversal  # noqa: E402
 @functools.cache
 def warm_model() -> Path:
     """The half-taught reversal model, made once per test session."""
+    transformers_logging.disable_progress_bar()
     folder = tempfile.TemporaryDirectory(prefix="headrace-tests-")
     atexit.register(folder.cleanup)
     return reversal.warmed_up_model(Path(folder.name) / "model")
