@@ -128,7 +128,9 @@ class _Play:
         try:
             await self._environment_call("close", environment.close())
         except _EpisodeEnd as end:
-            return end.outcome, end.error
+            if not outcome.is_failure:
+                return end.outcome, end.error
+            return outcome, f"{message}; and then: {end.error}"
         return outcome, message
 
     async def _turns(self, environment: Environment) -> tuple[Outcome, str | None]:
@@ -164,7 +166,7 @@ class _Play:
 
     async def _generate(self, turn: int) -> tuple[str, float, FinishReason]:
         runner = self.runner
-        self._render_prompt()
+        self._render_prompt(turn)
         max_context = runner.engine.capabilities.max_context
         if max_context and len(self._leaf_ids) + self.sampling.max_new_tokens > max_context:
             raise _EpisodeEnd(
@@ -214,9 +216,14 @@ class _Play:
         )
         return runner.renderer.decode(generation.ids), runner.clock() - before_s, generation.finish_reason
 
-    def _render_prompt(self) -> None:
+    def _render_prompt(self, turn: int) -> None:
         """Extend the trace by what stands before the next reply; a rewritten prefix starts a new branch (I1)."""
-        rendered = self.runner.renderer.render(self.history)
+        try:
+            rendered = self.runner.renderer.render(self.history)
+        except Exception as error:  # prompts were checked at start: it is what the environment said
+            raise _EpisodeEnd(
+                Outcome.ENVIRONMENT_ERROR, self._environment_error(f"rendering turn {turn}", error)
+            ) from error
         known = self._leaf_ids
         if self.segments and rendered[: len(known)] == known:
             if len(rendered) > len(known):
