@@ -66,8 +66,8 @@ def sources(episode: Episode) -> list[tuple[str, int]]:
 
 
 def test_an_append_only_template_extends_one_trace() -> None:
-    """I1: the second prompt is the first one, the sampled ids as they were sampled, and what the environment said; it is
-    never tokenised anew, and one sample comes out."""
+    """I1: the second prompt is the first one, the sampled ids as they were sampled, and what the environment said;
+    nothing is tokenised anew, and one sample comes out."""
     environment = ScriptedEnvironment(["more", "more"])
     engine = ScriptedEngine(lambda r: Reply(text=f"r{turn_of(r)}"))
     episode = play(environment, engine=engine)
