@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,8 +102,7 @@ def test_a_signal_before_the_first_update_leaves_a_run_that_starts_again(
 ) -> None:
     """I11: no checkpoint of version 0 is needed: a resume starts from the initial weights."""
     process, run_dir = start(tmp_path, SLOW)
-    process.until(lambda: (run_dir / "ledger/lineage-0.jsonl").exists())
-    time.sleep(0.1)
+    process.until(lambda: any(r["kind"] == "issued" for r in read_records(run_dir / "ledger")))
     process.signal(signal.SIGINT)
     assert process.wait() == 130
     assert f"headrace resume {run_dir}" in process.output
@@ -129,11 +127,14 @@ def test_an_asynchronous_run_that_is_stopped_and_resumed_keeps_books_and_bound(t
 
 
 def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
-    """The user can always leave: the second Ctrl-C ends the process without a checkpoint, and says so."""
-    process, run_dir = start(tmp_path, {**SLOW, "trainer": {"num_batches": 1000}, "checkpoint": {"every": 1}})
+    """The user can always leave: here the first Ctrl-C waits for a gradient that hangs, and the second ends the process
+    without a checkpoint, and says so."""
+    toml = write_toml(tmp_path / "run.toml", small_data(tmp_path, "run", checkpoint={"every": 0}))
+    before = "loop_breaks:hang_in_gradient_after_first_update"
+    process, run_dir = Process("train", str(toml), log=tmp_path / "log", before=before), tmp_path / "run"
     process.until(lambda: len(metric(run_dir, "update")) >= 1)
     process.signal(signal.SIGINT)
-    time.sleep(0.3)
+    process.until(lambda: "once more to leave at once" in process.output)
     process.signal(signal.SIGINT)
     assert process.wait(10) == 130
     assert "second signal: leaving without a checkpoint" in process.output
