@@ -17,8 +17,9 @@ run, ``wiring.py`` builds the parts, ``control/`` holds the rules as pure logic.
                                                       v                       |
                                                BatchSelector --batch--> plan, forward_backward
 
-What waits for what. A deadline is a key of the configuration and bounds each single wait; a wait that outlasts it
-raises DeadlineError with its name. For an attempt that ends in a failed or unscored episode, elsewhere it ends the run:
+What waits for what. A deadline is a key of the configuration and bounds each single wait (in ``_gather`` all of them
+together); a wait that outlasts it raises DeadlineError with its name. For an attempt that ends in a failed or unscored
+episode, and so does a reward that raises; elsewhere it ends the run:
 
     part           consumes         waits for                    unblocked by     deadline
     _issue_groups  tasks            nothing: issues what there   (called when     -
@@ -26,6 +27,7 @@ raises DeadlineError with its name. For an attempt that ends in a failed or unsc
     _attempt       one attempt      engine.generate, in play     the engine       rollout.generation_deadline_s
                                     environment reset, step      the environment  rollout.episode_deadline_s
                                     reward.score, in play        verifier workers the rewards' longest deadline_s
+                                    after a failure: its health  the engine       30 s (a constant), then it counts as dead
     _gather        complete groups  groups_per_batch of them, no _settle_ended,   waits.rollout_batch_s
                                     one in flight that overages  stop
     _update        a rollout batch  the trainer's thread         the trainer      waits.forward_backward_s, optim_step_s
@@ -40,21 +42,24 @@ Rules that hold here:
 
 * Staleness is bounded twice. Admission issues at most (max_staleness + version + 1) x groups_per_batch groups, and
   ``_gather`` holds a batch until training without the groups in flight makes none of them older than allowed
-  (on_overage = wait), or masks or drops what is too old (mask, drop). With max_staleness 0 that is the synchronous
-  run: groups are issued in waves, when nothing is in flight, and a wave is settled as a whole, in order of keys.
-* Where an attempt fails (engine, environment, deadline), the engine is asked for its health. If it is dead, the run
-  ends with EngineDied, and the attempt stays 'in flight' in the books. If not, the attempt is booked as failed, never
-  scored, and on_failure says whether its member is tried again. An attempt without a score enters no baseline.
+  (on_overage = wait), or masks the tokens or drops the groups that are too old (mask, drop). With max_staleness 0 that
+  is the synchronous run: groups are issued in waves, when nothing is in flight, and a wave is settled as a whole, in
+  order of keys. Deadlines apart, nothing in it depends on time.
+* Where an attempt fails (engine, environment, their deadlines; not its reward), the engine is asked for its health. If
+  it is dead, the run ends with EngineDied, and the attempt stays 'in flight' in the books. If not, the attempt is booked
+  as failed, never scored, and on_failure says whether its member is tried again. Without a score it enters no baseline.
 * Books before work: 'issued' is on disk before an attempt starts, 'trained' before its update is published; it is
   trained for good once a checkpoint of that update or a later one is complete. Commits are short and on this thread.
 * A checkpoint is cut right after a publish, whenever it is written. It names the groups that were in flight or
   complete and untrained then: a resume issues exactly those again, with the same keys and so the same seeds, then
   goes on with the cursor; what the books say after the cut is taken back.
-* No token is served by weights that are not proved (every guards.canary_every syncs, and at start): the engine stays
-  paused from a batch's first optimizer step (shared weights) or from publish (copied weights) until the canary agreed.
+* The engine stays paused from a batch's first optimizer step (shared weights), or from update_weights (copied weights),
+  until the canary has agreed, so that no token is served by weights that are not proved: at start and at every publish,
+  unless guards.canary_every makes it rarer.
 * What raises here ends the run without a further checkpoint: a failed check (tokens, masks, ratio, canary, books,
   error share), non-finite loss, gradient or weights (before they are published), a health check that says stop.
-* Ctrl-C ends the wait for rollouts or an evaluation, lets a running update and its publish finish, and checkpoints.
+* Ctrl-C (``stop``) ends the wait for rollouts, gives up evaluations, lets the update of a batch that is complete and its
+  publish finish, and checkpoints; ``headrace resume`` goes on. ``run.py`` prints that, and every error with what to do.
 """
 
 from __future__ import annotations
