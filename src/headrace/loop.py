@@ -27,7 +27,7 @@ episode, and so does a reward that raises; elsewhere it ends the run:
     _attempt       one attempt      engine.generate, in play     the engine       rollout.generation_deadline_s
                                     environment reset, step      the environment  rollout.episode_deadline_s
                                     reward.score, in play        verifier workers the rewards' longest deadline_s
-                                    after a failure: its health  the engine       30 s (a constant), then it counts as dead
+                                    after a failure: its health  the engine       30 s, then it counts as dead
     _gather        complete groups  groups_per_batch of them, no _settle_ended,   waits.rollout_batch_s
                                     one in flight that overages  stop
     _update        a rollout batch  the trainer's thread         the trainer      waits.forward_backward_s, optim_step_s
@@ -46,8 +46,8 @@ Rules that hold here:
   is the synchronous run: groups are issued in waves, when nothing is in flight, and a wave is settled as a whole, in
   order of keys. Deadlines apart, nothing in it depends on time.
 * Where an attempt fails (engine, environment, their deadlines; not its reward), the engine is asked for its health. If
-  it is dead, the run ends with EngineDied, and the attempt stays 'in flight' in the books. If not, the attempt is booked
-  as failed, never scored, and on_failure says whether its member is tried again. Without a score it enters no baseline.
+  it is dead, the run ends with EngineDied, and the attempt stays 'in flight' in the books. If not, the attempt is
+  booked as failed, never scored, and on_failure says whether its member is tried again. It enters no baseline.
 * Books before work: 'issued' is on disk before an attempt starts, 'trained' before its update is published; it is
   trained for good once a checkpoint of that update or a later one is complete. Commits are short and on this thread.
 * A checkpoint is cut right after a publish, whenever it is written. It names the groups that were in flight or
@@ -58,8 +58,8 @@ Rules that hold here:
   unless guards.canary_every makes it rarer.
 * What raises here ends the run without a further checkpoint: a failed check (tokens, masks, ratio, canary, books,
   error share), non-finite loss, gradient or weights (before they are published), a health check that says stop.
-* Ctrl-C (``stop``) ends the wait for rollouts, gives up evaluations, lets the update of a batch that is complete and its
-  publish finish, and checkpoints; ``headrace resume`` goes on. ``run.py`` prints that, and every error with what to do.
+* Ctrl-C (``stop``) ends the wait for rollouts, gives up evaluations, lets the update of a complete batch and its publish
+  finish, and checkpoints; ``headrace resume`` goes on. ``run.py`` prints that, and every error with what to do.
 """
 
 from __future__ import annotations
