@@ -58,7 +58,7 @@ Rules that hold here:
   unless guards.canary_every makes it rarer.
 * What raises here ends the run without a further checkpoint: a failed check (tokens, masks, ratio, canary, books,
   error share), non-finite loss, gradient or weights (before they are published), a health check that says stop.
-* Ctrl-C (``stop``) ends the wait for rollouts, gives up evaluations, lets the update of a complete batch and its publish
+* Ctrl-C (``stop``) ends the wait for rollouts, gives up evaluations, lets the update and publish of a complete batch
   finish, and checkpoints; ``headrace resume`` goes on. ``run.py`` prints that, and every error with what to do.
 """
 
