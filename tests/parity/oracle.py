@@ -2,12 +2,25 @@
 
 Written from ALGORITHMS.md's formulas without the implementation's structure: nested lists ``[episode][token]``, no
 tensors, and gradients in closed form. What the papers hold constant (stop-gradient) is held constant by hand.
+
+This file holds the first, unmasked oracle. The whole family, with masks, stands beside it and is reachable from here:
+``core`` (batch, aggregation), ``objectives`` (token level), ``sequences`` (sequence level, Clip-Cov, KL-Cov, M2PO),
+``advantages``, ``corrections``, ``other_losses`` (KL, entropy, value, streams) and ``presets`` (reward to gradient).
+oracle_inputs and oracle_cases define the vectors, oracle_vectors holds their literals, test_oracle tests all of it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+import oracle_advantages as advantages  # noqa: F401
+import oracle_core as core  # noqa: F401
+import oracle_corrections as corrections  # noqa: F401
+import oracle_losses as other_losses  # noqa: F401
+import oracle_objectives as objectives  # noqa: F401
+import oracle_presets as presets  # noqa: F401
+import oracle_sequences as sequences  # noqa: F401
 
 Nested = list[list[float]]
 
