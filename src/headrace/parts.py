@@ -81,6 +81,11 @@ class Parts:
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
 
     @property
+    def with_baseline(self) -> bool:
+        """Each group has one more attempt, a greedy reply."""
+        return self.algorithm.needs.greedy_baseline
+
+    @property
     def shares_weights(self) -> bool:
         """The engine reads the trainer's own storage, so it must not decode while an optimizer step writes."""
         return self.config.engine.weights == "shared"
