@@ -130,9 +130,9 @@ class ComposedAlgorithm:
         """See :class:`~headrace.protocols.WholeMinibatchAlgorithm`. Neither the order of the samples nor their split
         into micro-batches has a part in it: tokens stand in the order of their samples' ids."""
         r = self.resolved
+        if all(sample.stream != "rl" or not sample.num_trained for sample in minibatch.samples):
+            return minibatch  # nothing to choose from
         logprobs_N, fields, names_N = flatten(minibatch, logprobs)
-        if not len(names_N):
-            return minibatch
         term = policy_term(r, logprobs_N, fields)
         if r.correction.batch_normalised:
             assert term.weights is not None and r.correction.level is not None

@@ -174,7 +174,7 @@ class SampleColumns(TypedDict):
 def sample_columns(samples: Sequence[Sample], version: PolicyVersion | None, device: torch.device) -> SampleColumns:
     """Flat over the trained tokens of ``samples``, in order of the samples and then of their tokens."""
     trained = [[t for t, is_trained in enumerate(sample.mask) if is_trained] for sample in samples]
-    counts = torch.tensor([len(slots) for slots in trained], device=device)
+    counts = torch.tensor([len(slots) for slots in trained], dtype=torch.int64, device=device)
 
     def tokens(name: str, missing: float) -> Tensor:
         values: list[float] = []

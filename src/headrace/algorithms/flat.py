@@ -16,29 +16,27 @@ from headrace.types import Sample
 
 def flatten(minibatch: Minibatch, logprobs: Sequence[Tensor]) -> tuple[Tensor, TokenFields, list[str]]:
     """(log-probabilities [N], fields, a name for each token) of the rl stream, in the order of the samples' ids,
-    whatever their order in the minibatch. Raises ValueError where ``logprobs`` does not fit the samples."""
+    whatever their order in the minibatch; there must be such samples. Raises ValueError where ``logprobs`` does not
+    fit the samples."""
     if len(logprobs) != len(minibatch.samples):
         raise ValueError(f"{len(logprobs)} lists of log-probabilities for {len(minibatch.samples)} samples")
     places = _order(minibatch.samples)
     samples = [minibatch.samples[i] for i in places]
     slots = [[t for t, trained in enumerate(sample.mask) if trained] for sample in samples]
 
-    def gather(values: Sequence[Tensor] | None) -> Tensor | None:
-        if values is None or not places:
-            return None
+    def gather(values: Sequence[Tensor]) -> Tensor:
         return torch.cat([values[i].cpu()[s] for i, s in zip(places, slots, strict=True)])
 
-    advantages_N, logprobs_N = gather(minibatch.advantages), gather(logprobs)
-    empty_N = torch.empty(0)
+    proximal, reference = minibatch.proximal_logprobs, minibatch.reference_logprobs
     fields = TokenFields(
-        advantages_N=empty_N if advantages_N is None else advantages_N,
-        proximal_logprobs_N=gather(minibatch.proximal_logprobs),
-        reference_logprobs_N=gather(minibatch.reference_logprobs),
+        advantages_N=gather(minibatch.advantages),
+        proximal_logprobs_N=None if proximal is None else gather(proximal),
+        reference_logprobs_N=None if reference is None else gather(reference),
         totals=minibatch.totals,
         **sample_columns(samples, minibatch.version, torch.device("cpu")),
     )
     names = [f"{sample.id}/{t}" for sample, own in zip(samples, slots, strict=True) for t in own]
-    return empty_N if logprobs_N is None else logprobs_N, fields, names
+    return gather(logprobs), fields, names
 
 
 def unflatten(samples: Sequence[Sample], chosen_N: Tensor) -> list[Tensor]:

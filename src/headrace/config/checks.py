@@ -214,6 +214,14 @@ def _one_step(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _streams(config: RunConfig) -> Iterator[str]:
+    """A training run makes samples of the rl stream alone."""
+    for name in _set(config.algorithm, "supervised"):
+        yield f"algorithm.{name} has no effect: no sample of a training run is of the supervised stream; remove it"
+    for name in _set(config.algorithm, "distillation"):
+        yield f"algorithm.{name} has no effect: a training run has no teacher; remove it"
+
+
 def _evaluates(config: RunConfig) -> bool:
     return config.evaluation.every > 0 or config.evaluation.at_start or config.evaluation.at_end
 
@@ -239,7 +247,7 @@ def _monitor(config: RunConfig) -> Iterator[str]:
         yield f'name = "{config.name}" would put the run outside its own folder; choose a name'
 
 
-_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _evaluation, _monitor)
+_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _streams, _evaluation, _monitor)
 
 
 # ----------------------------------------------------------------- what the engine and the algorithm can do

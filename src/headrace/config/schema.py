@@ -125,7 +125,9 @@ class EntryPointTasks(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-TasksConfig = Annotated[ArithmeticTasks | FileTasks | ReasoningGymTasks | EntryPointTasks, Field(discriminator="type")]
+TasksConfig = Annotated[
+    ArithmeticTasks | FileTasks | ReasoningGymTasks | EntryPointTasks, Field(discriminator="type")
+]
 
 
 # ------------------------------------------------------------------------------------------------- reward
@@ -237,7 +239,7 @@ class AlgorithmConfig(Section):
         | None
     ) = None
     discount: float | None = Field(None, gt=0, le=1)
-    """Of later rewards in a token's return; greedy_centred, batch_whitened and none alone."""
+    """Of later rewards in a token's return; advantages greedy_centred, batch_whitened and none alone."""
     objective: (
         Literal["ppo", "ratio", "gmpo", "sapo", "reinforce", "cispo", "topr", "dppo_tv", "dppo_kl", "quadratic"] | None
     ) = None
