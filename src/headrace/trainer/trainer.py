@@ -166,12 +166,7 @@ class PolicyTrainer:
             loss.backward()  # type: ignore[no-untyped-call]
         current_N = current_N.detach()
         metrics.add(out.metrics, value)
-        proximal_N = current_N if fields.proximal_logprobs_N is None else fields.proximal_logprobs_N
-        rl_N = fields.places_of("rl")
-        own = (proximal_N, fields.behaviour_logprobs_N, entropy_N)  # an engine has sampled the rl tokens alone
-        proximal_N, behaviour_N, entropy_N = own if rl_N is None else [values_N[rl_N] for values_N in own]
-        if len(proximal_N):
-            metrics.add_tokens(proximal_N=proximal_N, behaviour_N=behaviour_N, entropy_N=entropy_N)
+        self._add_tokens(metrics, current_N, fields, entropy_N)
         if self._num_steps_since_publish == 0:
             fresh_N = torch.tensor(
                 [
@@ -185,6 +180,22 @@ class PolicyTrainer:
             metrics.add_fresh(current_N[fresh_N], fields.behaviour_logprobs_N[fresh_N])
         for sample, logprobs_T in zip(row.samples, row.scatter(current_N), strict=True):
             self._last_logprobs[sample.id] = logprobs_T
+
+    def _add_tokens(self, metrics: MinibatchMetrics, current_N: Tensor, fields: TokenFields, entropy_N: Tensor) -> None:
+        """Of the rl tokens, the only ones that an engine has sampled. Before the first step of a batch the proximal
+        policy is the current one; after it, the current one has moved and says nothing about the engine."""
+        places = fields.places_of("rl")
+        own = slice(None) if places is None else places
+        behaviour_N = fields.behaviour_logprobs_N[own]
+        proximal_N = fields.proximal_logprobs_N
+        if proximal_N is None and self._num_steps_since_publish == 0:
+            proximal_N = current_N
+        if len(behaviour_N):
+            metrics.add_tokens(
+                proximal_N=None if proximal_N is None else proximal_N[own],
+                behaviour_N=behaviour_N,
+                entropy_N=entropy_N[own],
+            )
 
     def _skipped(self, minibatch: Minibatch, algorithm: Algorithm) -> set[int]:
         """Places of samples whose gradient is provably 0."""
