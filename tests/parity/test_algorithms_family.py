@@ -160,12 +160,12 @@ def test_dppo_tv() -> None:
     def rule(i: int, t: int) -> tuple[float, float]:
         advantage = ADVANTAGE[i][t]
         moved = math.exp(NEW[i][t]) - math.exp(ROLL[i][t])
-        if moved > 0.06 if advantage > 0 else moved < -0.05:
+        if moved > 0.06 if advantage > 0 else moved < -0.2:
             return 0.0, 0.0
         weight = min(math.exp(gap(i, ROLL)[t]), 1.3)
         return -weight * advantage * NEW[i][t], -weight * advantage
 
-    check(rule, preset="dppo_tv", trust_high=0.06, trust_low=0.05, ratio_cap=1.3)
+    check(rule, preset="dppo_tv", trust_high=0.06, trust_low=0.2, ratio_cap=1.3)
 
 
 def scalar_kl(mu: float, pi: float) -> float:
@@ -253,16 +253,18 @@ def test_weights_of_whole_episodes(kind: str, level: str) -> None:
     assert min(sums) < math.log(low) and max(sums) > math.log(high)
 
 
-@pytest.mark.parametrize("kind", ["none", "decoupled"])
+@pytest.mark.parametrize("kind", ["none", "decoupled", "masked"])
 def test_veto(kind: str) -> None:
     """One token with rho below the bound rejects its whole episode, also without any weight."""
 
     def rule(i: int, t: int) -> tuple[float, float]:
         is_vetoed = min(rho_logs(i)) < math.log(0.6)
-        rho = math.exp(rho_logs(i)[t]) if kind == "decoupled" else 1.0
-        return policy_gradient(i, t, 0.0 if is_vetoed else rho)
+        rho = 1.0 if kind == "none" else math.exp(rho_logs(i)[t])
+        is_out = kind == "masked" and not 0.92 <= rho <= 1.5
+        return policy_gradient(i, t, 0.0 if is_vetoed or is_out else rho)
 
-    check(rule, objective="reinforce", correction={"type": kind, "veto": 0.6})
+    band = {"low": 0.92, "high": 1.5} if kind == "masked" else {}
+    check(rule, objective="reinforce", correction={"type": kind, "veto": 0.6, **band})
     assert sorted(min(rho_logs(i)) < math.log(0.6) for i in range(4)) == [False, False, True, True]
 
 
@@ -299,7 +301,9 @@ def test_interpolation_over_versions() -> None:
     """A-3PO: alpha = (v_prox - v_b) / (v - v_b); the token that the current version sampled takes lb."""
     logprobs, behaviour = torch.full((4,), -1.0), torch.full((4,), -3.0)
     versions = torch.tensor([9, 8, 6, 4])
-    found = interpolated_proximal(logprobs, behaviour, versions, 8, 9).tolist()
+    proximal = interpolated_proximal(logprobs.requires_grad_(), behaviour, versions, 8, 9)
+    assert not proximal.requires_grad, "held constant"
+    found = proximal.tolist()
     assert found == pytest.approx([-3.0, -3.0, -3.0 + 2 / 3 * 2, -3.0 + 4 / 5 * 2])
 
 

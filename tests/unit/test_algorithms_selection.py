@@ -193,6 +193,8 @@ def test_what_happens_to_chosen_tokens() -> None:
     output, gradient = loss_of(cov, new, selected_N=torch.tensor([True, True]))
     assert gradient == pytest.approx([-math.exp(0.5) + 0.7, -math.exp(-0.5) - 0.7])
     assert output.per_token_N.tolist() == pytest.approx([-math.exp(0.5) + 0.35, -math.exp(-0.5) + 0.35])
+    _, gradient = loss_of(cov, new, selected_N=chosen)
+    assert gradient == pytest.approx([-math.exp(0.5) + 0.7, -math.exp(-0.5)]), "the chosen alone"
     assert "policy/selected" not in loss_of(build(), new)[0].metrics
 
 
