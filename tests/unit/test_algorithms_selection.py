@@ -134,6 +134,22 @@ def test_prepare_leaves_alone_what_the_clip_has_clipped_already() -> None:
     assert [v.tolist() for v in prepared.selected] == [[False, False, True], [False, False], [False, True]]
 
 
+@pytest.mark.parametrize(
+    ("options", "current", "proximal"), [({}, -3.0, -2.0), ({"dual_clip": 3.0}, -1.5, -3.5)], ids=["low", "dual"]
+)
+def test_every_bound_of_the_clip_counts(options: dict[str, Any], current: float, proximal: float) -> None:
+    """Clip-Cov: with A < 0 a ratio below 0.8, or above the dual clip, is clipped already; under wider bounds it is
+    not."""
+    batch = minibatch(proximal=[[-2.0, -2.0], [proximal], [-2.0]], advantages=(1.0, -1.0, 1.0))
+    now = logprobs([-2.0, -2.0], [current], [-2.0])
+    choose_all = {"fraction": 1.0, "low": -5.0, "high": 5.0}
+    for bounds, chosen in ((options, False), ({"clip_low": 0.9}, True)):
+        algorithm = build(preset="clip_cov", selection=choose_all, **bounds)
+        selected = algorithm.prepare(batch, now, step=0).selected
+        assert selected is not None
+        assert [v.tolist()[1:] for v in selected] == [[True, True], [chosen], [True]]
+
+
 def test_prepare_takes_the_ratio_to_the_anchor() -> None:
     """M2PO: l - lb, not l - lo, although the proximal log-probabilities are there."""
     batch = minibatch(proximal=[[-1.0, -3.0], [-2.0], [-1.0]], advantages=(1.0, -1.0, 1.0))
@@ -141,6 +157,25 @@ def test_prepare_takes_the_ratio_to_the_anchor() -> None:
     prepared = algorithm.prepare(batch, logprobs([-1.0, -1.1], [-2.9], [-1.0]), step=0)
     assert prepared.selected is not None
     assert [v.tolist() for v in prepared.selected] == [[False, False, False], [False, True], [False, False]]
+
+
+def test_other_streams_have_no_part_in_the_choice() -> None:
+    """A supervised sample was sampled by nobody: its log-probabilities are no ratio, and move no mean."""
+    supervised = dataclasses.replace(sample(3, 1, 0.0), stream="supervised", reward=None)
+    batch = minibatch(proximal=[[-1.0, -3.0], [-2.0], [-1.0]], advantages=(1.0, -1.0, 1.0))
+    batch = dataclasses.replace(
+        batch,
+        samples=(supervised, *batch.samples),
+        advantages=[torch.zeros(2), *batch.advantages],
+        proximal_logprobs=None,
+    )
+    current = logprobs([-9.0], [-1.0, -1.1], [-2.9], [-1.0])
+    for preset, selection in (("m2po", {"threshold": 0.1}), ("kl_cov", {"fraction": 0.25})):
+        prepared = build(preset=preset, selection=selection).prepare(batch, current, step=0)
+        assert prepared.selected is not None
+        assert [v.tolist()[1:] for v in prepared.selected] == [[False], [False, False], [True], [False]]
+    only = dataclasses.replace(batch, samples=(supervised,), advantages=[torch.zeros(2)])
+    assert build(preset="m2po").prepare(only, logprobs([-9.0]), step=0) is only, "nothing to choose from"
 
 
 def test_the_draw_depends_on_the_step() -> None:
