@@ -174,6 +174,22 @@ def test_choices_do_not_depend_on_the_layout(options: dict[str, Any], num_steps_
         assert 0 < results[0][0]["policy/selected"] < 1
 
 
+def test_choices_stay_with_their_samples_where_others_are_skipped() -> None:
+    """FAILURES 51: the first group has no advantage and is skipped; the choice is made with it, and is not shifted."""
+    samples = tuple(replace(s, reward=1.0) if s.key.group == 0 else s for s in SAMPLES)
+    algorithm = build(preset="clip_cov", selection={"fraction": 0.3, "low": -5.0, "high": 5.0})
+    results = []
+    for skip in (True, False):
+        trainer = make_trainer(skip_zero_gradient=skip)
+        (minibatch,) = plan_update(
+            replace(BATCH, samples=samples), algorithm, trainer, TrainerConfig(), max_new_tokens=16
+        )
+        metrics, found = gradients(trainer, minibatch, algorithm)
+        assert metrics["num_skipped_samples"] == (3 if skip else 0)
+        results.append(found)
+    assert worst(*results) <= 1e-10
+
+
 def test_a_choice_on_later_steps_is_made_with_the_weights_of_that_step() -> None:
     """The first step reuses the proximal pass; the second makes one of its own."""
     algorithm = build(preset="clip_cov", selection={"fraction": 0.3, "low": -1.0, "high": 5.0})
