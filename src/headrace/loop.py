@@ -102,12 +102,12 @@ class Loop:
         self.admission = Admission(
             rollout.groups_per_batch,
             rollout.max_staleness,
-            max_concurrent_groups=max(1, rollout.max_concurrent // rollout.group_size),
+            max_concurrent_groups=max(1, rollout.max_concurrent // (rollout.group_size + parts.with_baseline)),
             num_batches=parts.config.trainer.num_batches,
         )
         self.cursor = TaskCursor(len(parts.tasks), parts.config.seed)
         self.assembler = GroupAssembler(
-            rollout.group_size, rollout.min_group_size, rollout.on_failure, rollout.max_retries
+            rollout.group_size, rollout.min_group_size, rollout.on_failure, rollout.max_retries, parts.with_baseline
         )
         self.selector = BatchSelector(rollout.groups_per_batch, rollout.max_staleness, rollout.on_overage)
         self.batch_index = parts.trainer.version.number
@@ -205,7 +205,7 @@ class Loop:
             self._attempts[key] = self._tasks.create_task(self._attempt(key, task), name=f"attempt {key}")
 
     async def _attempt(self, key: AttemptKey, task: Task) -> None:
-        episode = await self.parts.player.play(key, task, self.parts.player.sampling, "rollout")
+        episode = await self.parts.player.play(key, task, self.parts.player.sampling_of(key), "rollout")
         self.parts.reporter.episode_ended(episode)
         if episode.outcome.is_failure and not await self.parts.engine_is_healthy():
             raise EngineDied(f"the engine died; its last words, to attempt {key}: {episode.error}")
@@ -245,6 +245,9 @@ class Loop:
         cost max_filter_factor times its groups: then the rest of it is taken as it comes."""
         rollout = self.config.rollout
         check_group(group, rollout.group_size, rollout.min_group_size)
+        if group.baseline is not None:  # compared with, never trained
+            self.parts.record.ledger.drop([group.baseline.key], "baseline")
+            self.parts.reporter.not_trained([group.baseline], "dropped:baseline", self.batch_index + 1)
         may_filter = self.num_filtered < (rollout.max_filter_factor - 1) * rollout.groups_per_batch
         if may_filter and not self.parts.algorithm.keep_group(group):
             self.num_filtered += 1

@@ -97,6 +97,11 @@ class Parts:
     _evaluations_are_given_up: bool = field(default=False, init=False)
 
     @property
+    def with_baseline(self) -> bool:
+        """Each group has one more attempt, a greedy reply."""
+        return self.algorithm.needs.greedy_baseline
+
+    @property
     def shares_weights(self) -> bool:
         """The engine reads the trainer's own storage, so it must not decode while an optimizer step writes."""
         return self.config.engine.weights == "shared"

@@ -25,6 +25,17 @@ class Player:
     runner: EpisodeRunner
     reward: Reward
     sampling: Sampling
+    greedy_member: int | None = None
+    """The member of each training group that is its greedy baseline."""
+
+    @property
+    def greedy(self) -> Sampling:
+        """The same, always taking the likeliest token."""
+        return replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
+
+    def sampling_of(self, key: AttemptKey) -> Sampling:
+        """How a training attempt is sampled."""
+        return self.greedy if key.member == self.greedy_member else self.sampling
 
     async def play(self, key: AttemptKey, task: Task, sampling: Sampling, stream: str) -> Episode:
         """One judged episode. Without a score where the machinery failed, with a classed error where the reward did.
@@ -55,12 +66,11 @@ class Player:
         by the policy and not by luck."""
         tasks = tasks[: config.num_tasks]
         index = {task.id: number for number, task in enumerate(tasks)}
-        greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0)
 
         async def run_episode(task: Task, sample: int, is_greedy: bool) -> Episode:
             key = AttemptKey(index[task.id], sample)
             if is_greedy:
-                return await self.play(key, task, greedy, "evaluation-greedy")
+                return await self.play(key, task, self.greedy, "evaluation-greedy")
             return await self.play(key, task, self.sampling, "evaluation")
 
         return await evaluate(

@@ -218,6 +218,13 @@ class AlgorithmNeeds:
     """Proximal log-probabilities as a separate pass even when a batch makes one optimizer step."""
     entropy: bool = False
     """Differentiable entropy per token."""
+    skips_proximal: bool = False
+    """No loss reads the proximal log-probabilities, also where a batch makes several optimizer steps: no pass for
+    them."""
+    prepare: bool = False
+    """It is a :class:`WholeMinibatchAlgorithm`: ``prepare`` is called before each minibatch's first pass."""
+    greedy_baseline: bool = False
+    """Each group needs a scored greedy reply, ``Group.baseline``."""
 
 
 class Algorithm(Protocol):
@@ -253,6 +260,19 @@ class Algorithm(Protocol):
     def loss(self, logprobs_N: Tensor, fields: Any) -> Any:
         """(per-token loss [N], denominator): see ``headrace.algorithms.fields`` for the field types. The
         trainer minimises sum(per-token loss) / denominator, with one denominator for the whole minibatch."""
+        ...
+
+
+@runtime_checkable
+class WholeMinibatchAlgorithm(Protocol):
+    """An algorithm that chooses among all tokens of a minibatch, which a micro-batch cannot do (FAILURES.md 55)."""
+
+    def prepare(self, minibatch: Any, logprobs: Sequence[Tensor], *, step: int) -> Any:
+        """The minibatch (``headrace.algorithms.fields.Minibatch``) with its ``selected`` and ``mean_correction``.
+
+        ``logprobs``: of the current policy, one [T] for each sample of the whole minibatch, those of all ranks and
+        those that will be skipped too. ``step``: optimizer steps done, for random choices.
+        """
         ...
 
 

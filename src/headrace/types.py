@@ -350,9 +350,11 @@ class Group:
     id: int
     task: Task
     episodes: tuple[Episode, ...]
+    baseline: Episode | None = None
+    """One scored greedy reply of the same policy, where the algorithm asked for it: compared with, never trained."""
 
     def __post_init__(self) -> None:
-        for episode in self.episodes:
+        for episode in (*self.episodes, *((self.baseline,) if self.baseline is not None else ())):
             if episode.key.group != self.id or episode.task.content_hash != self.task.content_hash:
                 raise ValueError(
                     f"episode {episode.key} of task {episode.task.id} was put into group {self.id} of task "
@@ -384,6 +386,8 @@ class Sample:
     """The first ``prefix_length`` ids are the prompt, equal for all samples with one ``prefix_key``."""
     prefix_key: str = ""
     weight: float = 1.0
+    weight_T: tuple[float, ...] | None = None
+    """Weights of the tokens, on top of ``weight``; None: all 1."""
     behaviour_logprobs: tuple[float, ...] = ()
     versions: tuple[PolicyVersion | None, ...] = ()
     kept_ids: tuple[tuple[int, ...] | None, ...] | None = None
@@ -394,6 +398,9 @@ class Sample:
     """The temperature that the behaviour policy sampled with; the trainer scores with the same (I5)."""
     reward: float | None = None
     reward_T: tuple[float, ...] | None = None
+    teacher_logprobs: tuple[float, ...] | None = None
+    """Of these ids under a teacher at the same temperature: the sample's tokens are distilled, in the rl stream
+    besides everything else."""
     truncated: bool = False
     """The episode ran into its token limit (overlong filtering and shaping read this)."""
     media_refs: tuple[str, ...] = ()
@@ -405,6 +412,17 @@ class Sample:
             if len(getattr(self, name)) != length:
                 num_entries = len(getattr(self, name))
                 raise ValueError(f"sample {self.id}: {name} has {num_entries} entries for {length} ids (I2)")
+        for name in ("weight_T", "teacher_logprobs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != length:
+                raise ValueError(f"sample {self.id}: {name} has {len(values)} entries for {length} ids")
+        if (self.stream == "supervised" and self.teacher_logprobs is not None) or (
+            self.stream == "distillation" and self.teacher_logprobs is None
+        ):
+            raise ValueError(
+                f"sample {self.id} of stream '{self.stream}' has {'a' if self.teacher_logprobs else 'no'} teacher: "
+                "supervised samples take none, distillation samples need one"
+            )
         if length and self.mask[0]:
             raise ValueError(f"sample {self.id}: the first id has no context and cannot be trained")
         if any(self.mask[: self.prefix_length]):

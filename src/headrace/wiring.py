@@ -90,6 +90,7 @@ def check_before_work(config: RunConfig) -> Checked:
         algorithm=AlgorithmTraits(
             group_relative=getattr(composed, "is_group_relative", False),
             dynamic_sampling=getattr(composed, "dynamic_sampling", True),
+            ratio_is_one=getattr(composed, "ratio_is_one_on_one_step", True),
         ),
     )
     splits = build_tasks(config.tasks)
@@ -100,7 +101,13 @@ def check_before_work(config: RunConfig) -> Checked:
             "evaluation is on, but there are no held-out tasks; set tasks.held_out_path or tasks.held_out_fraction, "
             "or turn evaluation.every, at_start and at_end off"
         )
-    return Checked(config=config, splits=splits, algorithm=algorithm, reward=build_rewards(config.rewards))
+    reward = build_rewards(config.rewards)
+    if getattr(composed, "refuses_negative_rewards", False) and reward.value_range[0] < 0:
+        raise ConfigError(
+            f"reward '{reward.name}' ranges from {reward.value_range[0]}, and algorithm '{config.algorithm.preset}' "
+            "divides by the mean reward of a group: use rewards from 0 up, or another algorithm"
+        )
+    return Checked(config=config, splits=splits, algorithm=algorithm, reward=reward)
 
 
 def load_policy(config: RunConfig) -> Policy:
@@ -162,7 +169,12 @@ def build_player(
         generation_deadline_s=config.rollout.generation_deadline_s,
         episode_deadline_s=config.rollout.episode_deadline_s,
     )
-    return Player(runner=runner, reward=reward, sampling=Sampling(**config.sampling.model_dump()))
+    return Player(
+        runner=runner,
+        reward=reward,
+        sampling=Sampling(**config.sampling.model_dump()),
+        greedy_member=config.rollout.group_size,
+    )
 
 
 def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = time.monotonic) -> Parts:

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from headrace.algorithms import build_algorithm
-from headrace.algorithms.advantages import group_centred, group_normalised, leave_one_out
-from headrace.algorithms.corrections import masked, truncated
+from headrace.algorithms.advantages import (
+    group_centred,
+    group_normalised,
+    group_normalised_biased,
+    leave_one_out,
+    mean_normalised,
+)
+from headrace.algorithms.corrections import RHO_LEVELS, masked, off_policy_sequences, truncated
 from headrace.algorithms.fields import LossOutput, TokenFields, Totals
 from headrace.algorithms.kl import KL_ESTIMATORS
 from headrace.algorithms.ratios import bounded_exp, sequence_log_ratio
@@ -65,8 +71,22 @@ def run(config: dict[str, object]) -> LossOutput:
             {**CLIP, "correction": {"type": "masked", "low": 0.95, "high": 1.12}},
             "-0.180967483607 -0.063200311641 -0.452418709018 -0.113104677254",
         ),
+        ({"preset": "sapo"}, "-0.362780 0.092457 -0.906950 -0.226738"),
+        ({"preset": "dppo_tv"}, "0.246999371344 0.114140015491 0.617498428359 0.154374607090"),
     ],
-    ids=["ppo", "dual", "dual-idle", "cispo", "cispo-low", "decoupled", "tis", "icepop-cancels", "icepop"],
+    ids=[
+        "ppo",
+        "dual",
+        "dual-idle",
+        "cispo",
+        "cispo-low",
+        "decoupled",
+        "tis",
+        "icepop-cancels",
+        "icepop",
+        "sapo",
+        "dppo-tv",
+    ],
 )
 def test_loss_rows(config: dict[str, object], expected: str) -> None:
     """I17: the four aggregations of each row, to the digits printed in ALGORITHMS.md."""
@@ -100,6 +120,29 @@ def test_gspo_rows(clip: tuple[float, float], per_sequence: tuple[float, float],
     assert float(values.sum() / output.denominator) == pytest.approx(loss, abs=5.1e-7)
 
 
+def test_gmpo_row() -> None:
+    """I17: the loss of each sequence and their mean; 0.4 in log space."""
+    output = run({"preset": "gmpo"})
+    sequences = (float(output.per_token_N[:3].sum()), float(output.per_token_N[3:].sum()))
+    assert sequences == pytest.approx((-1.105171, 1.419068), abs=5.1e-7)
+    assert sum(sequences) / output.denominator == pytest.approx(0.156948, abs=5.1e-7)
+
+
+def test_sequence_and_geometric_rho_rows() -> None:
+    """I17: rho_seq and rho_geo of the two sequences."""
+    for level, row in {"sequence": (0.951229, 0.951229), "geometric": (0.983471, 0.975310)}.items():
+        rho = bounded_exp(RHO_LEVELS[level](OLD - ROLL, INDEX, 2)).tolist()
+        assert rho == pytest.approx([row[0]] * 3 + [row[1]] * 2, abs=5.1e-7)
+
+
+def test_opsm_row() -> None:
+    """I17: mean(lo - l) is -0.133333 and -0.35: a bound just below rejects the sequence, one just above does not."""
+    for bound, rejected in ((-0.36, (1, 1)), (-0.34, (1, 0)), (-0.1334, (1, 0)), (-0.1333, (0, 0))):
+        flags = off_policy_sequences(NEW - OLD, -ADVANTAGES.abs(), bound, INDEX, 2).tolist()
+        assert flags == [bool(rejected[0])] * 3 + [bool(rejected[1])] * 2
+    assert not off_policy_sequences(NEW - OLD, ADVANTAGES, -1.0, INDEX, 2)[:3].any(), "A > 0 is never rejected"
+
+
 def test_rho_and_icepop_keep_rows() -> None:
     """I17: rho of each token, what IcePop keeps of it, and which tokens truncation at 1.05 caps."""
     rho = truncated(OLD - ROLL, None, None).weight_N
@@ -116,9 +159,15 @@ def test_kl_row() -> None:
 
 
 def test_advantage_row() -> None:
-    """I17: R = [1, 0, 0, 1, 1] under GRPO (unbiased), Dr. GRPO and RLOO."""
+    """I17: R = [1, 0, 0, 1, 1] under GRPO (unbiased and biased), Dr. GRPO, RLOO and MaxRL."""
     rewards = f64(1, 0, 0, 1, 1)
-    expected = {group_normalised: (0.730295, -1.095443), group_centred: (0.4, -0.6), leave_one_out: (0.5, -0.75)}
+    expected = {
+        group_normalised: (0.730295, -1.095443),
+        group_normalised_biased: (0.816495, -1.224742),
+        group_centred: (0.4, -0.6),
+        leave_one_out: (0.5, -0.75),
+        mean_normalised: (0.666667, -1.0),
+    }
     for function, (right, wrong) in expected.items():
         values = function(rewards).tolist()
         assert values == pytest.approx([right, wrong, wrong, right, right], abs=5.1e-7)

@@ -29,13 +29,17 @@ from headrace.types import (
     Score,
     ScoreError,
     ScoreResult,
+    Segment,
+    Source,
     Task,
     Trace,
+    VersionSpan,
 )
 
 VERSION = PolicyVersion(0, 0)
 GROUP_RELATIVE = [name for name in PRESETS if ADVANTAGES[PRESETS[name].advantage].group_relative]
 CENTRED_ON_GROUP = ["grpo", "dr_grpo", "rloo", "gspo", "cispo"]
+NO_BASELINE = ("reinforce", "topr")
 
 
 def build(preset: str = "grpo", **options: Any) -> Algorithm:
@@ -64,7 +68,29 @@ def sample(
 
 
 def batch_of(*samples: Sample) -> RolloutBatch:
-    return RolloutBatch(index=0, groups=(), samples=samples, version=VERSION)
+    """With a greedy reply for each group, whose reward is that of the group's first sample."""
+    first: dict[int, float | None] = {}
+    for s in samples:
+        first.setdefault(s.key.group, s.reward)
+    groups = tuple(with_greedy(group, reward or 0.0) for group, reward in first.items())
+    return RolloutBatch(index=0, groups=groups, samples=samples, version=VERSION)
+
+
+def with_greedy(group: int, reward: float, num_tokens: int = 1) -> Group:
+    """A group whose greedy reply, of ``num_tokens`` tokens, has ``reward``."""
+    task = Task(id="t", messages=({"role": "user", "content": "?"},))
+    reply = Segment(
+        source=Source.POLICY,
+        ids=(1,) * num_tokens,
+        parent=0,
+        logprobs=(0.0,) * num_tokens,
+        version_spans=(VersionSpan(VERSION, 0, num_tokens),),
+    )
+    trace = Trace(segments=(Segment(source=Source.TEMPLATE, ids=(0,)), reply))
+    baseline = Episode(
+        key=AttemptKey(group, 99), task=task, turns=(), trace=trace, outcome=Outcome.DONE, score=Score(value=reward)
+    )
+    return Group(id=group, task=task, episodes=(), baseline=baseline)
 
 
 def by_id(algorithm: Algorithm, *samples: Sample, **logprobs: Any) -> dict[str, Tensor]:
@@ -84,9 +110,11 @@ def trained(s: Sample, values_T: Tensor) -> list[float]:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_equal_rewards_give_exactly_zero(preset: str, num_members: int, reward: float) -> None:
     """FAILURES 48, 49: no residue passes for variance. REINFORCE alone has no baseline."""
+    if preset == "maxrl":
+        reward = abs(reward)
     samples = [sample(4, m, reward, num_trained=1 + m) for m in range(num_members)]
     for s, values_T in zip(samples, build(preset).advantage(batch_of(*samples)), strict=True):
-        wanted = reward if preset == "reinforce" else 0.0
+        wanted = reward if preset in NO_BASELINE else 0.0
         assert trained(s, values_T) == [torch.tensor(wanted).item()] * s.num_trained
 
 
@@ -142,6 +170,68 @@ def test_a_group_is_its_id_and_not_its_position(preset: str) -> None:
         ratios = [float(values[s.id][2] / alone[s.id][2]) for s in group]
         assert ratios == pytest.approx([ratios[0]] * len(group), rel=1e-5)
         assert preset == "reinforce++_baseline" or ratios[0] == pytest.approx(1.0)
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    """I17: R = 1, 0, 4 of 1, 3 and 4 trained tokens (branches add up): baseline (1 + 0 + 16) / 8."""
+    samples = [
+        sample(0, 0, 1.0, num_trained=1),
+        sample(0, 1, 0.0, num_trained=3),
+        sample(0, 2, 4.0, num_trained=1, branch=0),
+        sample(0, 2, 4.0, num_trained=3, branch=1),
+    ]
+    values = by_id(build("opo"), *samples)
+    assert [trained(s, values[s.id])[0] for s in samples] == pytest.approx([-1.125, -2.125, 1.875, 1.875])
+
+
+def test_maxrl_divides_by_the_mean_and_has_no_signal_at_mean_zero() -> None:
+    """I17; FAILURES 66: no negative reward gets in, since a negative mean would turn the signs around."""
+    samples = [sample(0, 0, 1.0), sample(0, 1, 0.0), sample(0, 2, 0.0), sample(0, 3, 0.0), sample(1, 0, 0.0)]
+    values = by_id(build("maxrl"), *samples, sample(1, 1, 0.0))
+    assert [trained(s, values[s.id])[0] for s in samples] == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0])
+    with pytest.raises(ValueError, match="none may be negative"):
+        build("maxrl").advantage(batch_of(sample(0, 0, 1.0), sample(0, 1, -0.5)))
+
+
+def test_biased_standard_deviation_divides_by_n() -> None:
+    """I17: R = 3, 1: std of the population 1, of the sample sqrt(2)."""
+    samples = [sample(0, 0, 3.0), sample(0, 1, 1.0)]
+    values = by_id(build("grpo", advantage="group_normalised_biased"), *samples)
+    assert [trained(s, values[s.id])[0] for s in samples] == pytest.approx([1 / (1 + 1e-6), -1 / (1 + 1e-6)])
+
+
+def test_discount_reaches_back_from_each_reward() -> None:
+    """I17: G_t = r_t + 0.5 G_{t+1} over rewards 1, 0, 2; whitened over the batch for REINFORCE++."""
+    one = sample(0, 0, 3.0, reward_T=(0.0, 0.0, 1.0, 0.0, 0.0, 2.0))
+    values = by_id(build("reinforce", discount=0.5), one)
+    assert trained(one, values["g0m0/0"]) == pytest.approx([1.5, 1.0, 2.0])
+    whitened = trained(one, by_id(build("reinforce++", discount=0.5), one)["g0m0/0"])
+    assert whitened == pytest.approx([0.0, -1.0, 1.0])
+    batch = RolloutBatch(index=0, groups=(with_greedy(0, 4.0),), samples=(one,), version=VERSION)
+    assert trained(one, build("remax", discount=0.5).advantage(batch)[0]) == pytest.approx([-2.5, -3.0, -2.0])
+
+
+def test_remax_compares_the_return_with_the_greedy_reply() -> None:
+    """I17: return-to-go minus R(greedy) of the own group; groups of one are fine; the overlong penalty is on both."""
+    samples = [sample(0, 0, 1.0), sample(1, 0, 0.25, num_trained=20), sample(1, 1, 1.0)]
+    groups = (with_greedy(0, 0.5), with_greedy(1, 1.0, num_tokens=18))
+    batch = RolloutBatch(index=0, groups=groups, samples=tuple(samples), version=VERSION)
+    values = build("remax").advantage(batch)
+    assert [trained(s, v)[0] for s, v in zip(samples, values, strict=True)] == pytest.approx([0.5, -0.75, 0.0])
+    values = build("remax", overlong_buffer=4).advantage(batch)
+    assert [trained(s, v)[0] for s, v in zip(samples, values, strict=True)] == pytest.approx([0.5, -1.25, 0.5])
+    with pytest.raises(ValueError, match=r"g1m0: its group has no scored greedy reply"):
+        build("remax").advantage(RolloutBatch(index=0, groups=groups[:1], samples=tuple(samples), version=VERSION))
+
+
+def test_samples_of_other_streams_are_in_no_baseline() -> None:
+    """DESIGN section 2: a supervised sample of the same group has no reward, no advantage, and moves nothing."""
+    samples = [sample(0, 0, 1.0), sample(0, 7, None, stream="supervised"), sample(0, 1, 0.0)]
+    algorithm = build("dr_grpo", overlong_buffer=4)
+    values = by_id(algorithm, *samples)
+    assert trained(samples[0], values["g0m0/0"])[0] == 0.5 and trained(samples[2], values["g0m1/0"])[0] == -0.5
+    assert not values["g0m7/0"].any() and len(values["g0m7/0"]) == len(samples[1].ids)
+    assert algorithm.shape_rewards(batch_of(*samples)) == [1.0, 0.0, 0.0]
 
 
 def test_batch_scaling_is_not_per_group() -> None:
@@ -257,7 +347,7 @@ def test_kl_in_the_reward_needs_both_logprobs_of_the_right_length() -> None:
         algorithm.advantage(batch_of(*samples), proximal_logprobs=policy)
     with pytest.raises(ValueError, match=r"g0m1/0: .* for 5 ids"):
         algorithm.advantage(batch_of(*samples), proximal_logprobs=policy, reference_logprobs=[anchor[0], anchor[1][:4]])
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="1 lists of log-probabilities for 2 samples"):
         algorithm.advantage(batch_of(*samples), proximal_logprobs=policy, reference_logprobs=anchor[:1])
 
 

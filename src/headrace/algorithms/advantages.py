@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class EpisodeRewards:
     reward: float
     reward_T: Tensor
     """float64 [T]: per-token rewards, KL penalties, and at the last token what is left of the episode's reward."""
+    greedy_reward: float | None = None
+    """Reward of the greedy reply to the same task."""
 
 
 # ------------------------------------------------------------------ within a group: rewards [G] -> advantages [G]
@@ -47,6 +50,14 @@ def group_normalised(rewards_G: Tensor) -> Tensor:
     return centred_G / (std + STD_DELTA)
 
 
+def group_normalised_biased(rewards_G: Tensor) -> Tensor:
+    """As :func:`group_normalised` with the standard deviation of the population, as numpy's and some GRPO's is."""
+    if _all_equal(rewards_G):
+        return torch.zeros_like(rewards_G)
+    centred_G = rewards_G - rewards_G.mean()
+    return centred_G / (centred_G.square().mean().sqrt() + STD_DELTA)
+
+
 def group_centred(rewards_G: Tensor) -> Tensor:
     """R - mean: Dr. GRPO, arXiv 2503.20783, section 3.2. Equal rewards give exactly 0."""
     return torch.zeros_like(rewards_G) if _all_equal(rewards_G) else rewards_G - rewards_G.mean()
@@ -60,20 +71,45 @@ def leave_one_out(rewards_G: Tensor) -> Tensor:
     return (num_members * rewards_G - rewards_G.sum()) / (num_members - 1)
 
 
+def mean_normalised(rewards_G: Tensor) -> Tensor:
+    """(R - mean) / mean, 0 where the mean is 0: MaxRL, arXiv 2602.02710. Raises ValueError for a negative reward: a
+    negative mean would turn every sign around (FAILURES.md 66)."""
+    if bool((rewards_G < 0).any()):
+        raise ValueError(
+            f"rewards {rewards_G.tolist()}: advantage 'mean_normalised' divides by their mean, so none may be "
+            "negative; use rewards from 0 up, or another advantage"
+        )
+    return torch.zeros_like(rewards_G) if _all_equal(rewards_G) else (rewards_G - rewards_G.mean()) / rewards_G.mean()
+
+
+def length_weighted(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
+    """R - sum(L R) / sum(L), L the trained tokens of an episode: OPO's optimal baseline, arXiv 2505.23585,
+    section 3.2."""
+    if _all_equal(rewards_G):
+        return torch.zeros_like(rewards_G)
+    return rewards_G - (lengths_G * rewards_G).sum() / lengths_G.sum()
+
+
 def _all_equal(values: Tensor) -> bool:
     return bool(values.min() == values.max())
 
 
 # ---------------------------------------------------------------------- over the batch: episodes -> advantages [T]
 
-EpisodeEstimator = Callable[[Sequence[EpisodeRewards]], list[Tensor]]
-"""f(all episodes of the rollout batch, in any order) -> float64 [T] for each, in the same order."""
+
+class EpisodeEstimator(Protocol):
+    """f(all episodes of the rollout batch, in any order) -> float64 [T] for each, in the same order."""
+
+    def __call__(self, episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]: ...
 
 
-def within_groups(function: Callable[[Tensor], Tensor]) -> EpisodeEstimator:
-    """Applies ``function`` to each group's rewards; each member's result is broadcast to its tokens."""
+def within_groups(
+    function: Callable[[Tensor], Tensor] | Callable[[Tensor, Tensor], Tensor], *, with_lengths: bool = False
+) -> EpisodeEstimator:
+    """Applies ``function`` to each group's rewards (and lengths, in trained tokens); each member's result is broadcast
+    to its tokens. What falls where within an episode has no part in it, and so no discount either."""
 
-    def estimate(episodes: Sequence[EpisodeRewards]) -> list[Tensor]:
+    def estimate(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
         members: dict[int, list[int]] = {}
         for index, episode in enumerate(episodes):
             members.setdefault(episode.key.group, []).append(index)
@@ -86,7 +122,10 @@ def within_groups(function: Callable[[Tensor], Tensor]) -> EpisodeEstimator:
                 )
             # Sorted, so that the order of arrival cannot move the last bit of a mean.
             indices.sort(key=lambda i: episodes[i].key)
-            values_G = function(torch.tensor([episodes[i].reward for i in indices], dtype=torch.float64))
+            arguments = [torch.tensor([episodes[i].reward for i in indices], dtype=torch.float64)]
+            if with_lengths:
+                arguments.append(torch.tensor([len(episodes[i].reward_T) for i in indices], dtype=torch.float64))
+            values_G = function(*arguments)
             for i, value in zip(indices, values_G, strict=True):
                 advantages[i] = value.expand(len(episodes[i].reward_T))
         return advantages
@@ -94,17 +133,34 @@ def within_groups(function: Callable[[Tensor], Tensor]) -> EpisodeEstimator:
     return estimate
 
 
-def returns(episodes: Sequence[EpisodeRewards]) -> list[Tensor]:
-    """G_t = sum of the rewards from token t on (discount 1), no baseline: REINFORCE (Williams 1992)."""
-    return [e.reward_T.flip(0).cumsum(0).flip(0) for e in episodes]
+def returns(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
+    """G_t = r_t + discount * G_{t+1}, no baseline: REINFORCE (Williams 1992)."""
+    results = []
+    for episode in episodes:
+        total, backwards = 0.0, []
+        for reward in reversed(episode.reward_T.tolist()):
+            total = reward + discount * total
+            backwards.append(total)
+        results.append(torch.tensor(backwards[::-1], dtype=torch.float64))
+    return results
 
 
-def batch_whitened(episodes: Sequence[EpisodeRewards]) -> list[Tensor]:
+def batch_whitened(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
     """Returns whitened over all trained tokens of the rollout batch: REINFORCE++, arXiv 2501.03262."""
-    return whiten(returns(episodes))
+    return whiten(returns(episodes, discount))
 
 
-def group_centred_whitened(episodes: Sequence[EpisodeRewards]) -> list[Tensor]:
+def greedy_centred(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
+    """G_t - R(greedy reply to the same task): ReMax, arXiv 2310.10505, algorithm 2."""
+    results = []
+    for episode, returns_T in zip(episodes, returns(episodes, discount), strict=True):
+        if episode.greedy_reward is None:
+            raise ValueError(f"episode {episode.key}: its group has no scored greedy reply (Group.baseline)")
+        results.append(returns_T - episode.greedy_reward)
+    return results
+
+
+def group_centred_whitened(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
     """R - group mean, broadcast to the tokens, whitened over the batch: REINFORCE++-baseline, arXiv 2501.03262."""
     return whiten(within_groups(group_centred)(episodes))
 
@@ -121,17 +177,28 @@ def whiten(values: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """``group_relative``: compares the members of a group, so that a group of size 1 is an error."""
+    """What an estimator is, and what it asks for."""
 
     function: EpisodeEstimator
-    group_relative: bool
+    group_relative: bool = False
+    """Compares the members of a group, so that a group of size 1 is an error."""
+    discounts: bool = False
+    """Works on returns, so that a discount has an effect."""
+    needs_greedy: bool = False
+    """Compares with a greedy reply."""
+    refuses_negative: bool = False
+    """Takes rewards from 0 up only."""
 
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {
     "group_normalised": AdvantageEstimator(within_groups(group_normalised), group_relative=True),
+    "group_normalised_biased": AdvantageEstimator(within_groups(group_normalised_biased), group_relative=True),
     "group_centred": AdvantageEstimator(within_groups(group_centred), group_relative=True),
-    "leave_one_out": AdvantageEstimator(within_groups(leave_one_out), group_relative=True),
     "group_centred_whitened": AdvantageEstimator(group_centred_whitened, group_relative=True),
-    "batch_whitened": AdvantageEstimator(batch_whitened, group_relative=False),
-    "none": AdvantageEstimator(returns, group_relative=False),
+    "leave_one_out": AdvantageEstimator(within_groups(leave_one_out), group_relative=True),
+    "length_weighted": AdvantageEstimator(within_groups(length_weighted, with_lengths=True), group_relative=True),
+    "mean_normalised": AdvantageEstimator(within_groups(mean_normalised), group_relative=True, refuses_negative=True),
+    "greedy_centred": AdvantageEstimator(greedy_centred, discounts=True, needs_greedy=True),
+    "batch_whitened": AdvantageEstimator(batch_whitened, discounts=True),
+    "none": AdvantageEstimator(returns, discounts=True),
 }

@@ -1,17 +1,21 @@
 """Importance correction between behaviour and proximal policy, rho = exp(proximal - behaviour), detached.
 
-Legend: N trained tokens of a micro-batch. The weight multiplies the policy term alone, not KL or entropy.
+Three parts: a weight (``CORRECTIONS``) at a level (``RHO_LEVELS``), rejections (veto, off-policy sequence masking), and
+the batch's normaliser. Legend: N trained tokens of a micro-batch, E its episodes. The weight multiplies the policy term
+alone, not KL or entropy. Sources: TIS, "Your efficient RL framework secretly brings you off-policy RL training"
+(Yao et al. 2025); sequence and geometric levels, "When speed kills stability" (Liu et al. 2025).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from headrace.algorithms.ratios import bounded_exp
+from headrace.algorithms.ratios import bounded_exp, episode_means, episode_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,45 @@ class CorrectionWeights:
     def apply(self, loss_N: Tensor) -> Tensor:
         """Selects, and does not multiply by 0: a rejected token may hold inf, and inf * 0 is NaN."""
         return torch.where(self.rejected_N, loss_N.new_zeros(()), self.weight_N * loss_N)
+
+    def reject(self, more_N: Tensor) -> CorrectionWeights:
+        """These tokens too."""
+        return replace(self, rejected_N=self.rejected_N | more_N)
+
+
+# ------------------------------------------------------------------------------------------ rho at a level
+
+
+def token_rho(log_rho_N: Tensor, episode_index_N: Tensor, num_episodes: int) -> Tensor:
+    return log_rho_N
+
+
+def sequence_rho(log_rho_N: Tensor, episode_index_N: Tensor, num_episodes: int) -> Tensor:
+    """The log-ratio of the whole episode: the sum over its tokens."""
+    return episode_sums(log_rho_N, episode_index_N, num_episodes)[episode_index_N]
+
+
+def geometric_rho(log_rho_N: Tensor, episode_index_N: Tensor, num_episodes: int) -> Tensor:
+    """The mean over the episode's tokens; useful bounds lie close to 1."""
+    return episode_means(log_rho_N, episode_index_N, num_episodes)[episode_index_N]
+
+
+RHO_LEVELS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "token": token_rho,
+    "sequence": sequence_rho,
+    "geometric": geometric_rho,
+}
+"""Name -> f(log rho of the tokens [N], episode index [N], E) -> log rho at that level, for each token [N]."""
+
+
+# ------------------------------------------------------------------------------------------------ the weight
+
+
+def unweighted(log_rho_N: Tensor, low: float | None, high: float | None) -> CorrectionWeights:
+    """1 for every token: rejections alone."""
+    return CorrectionWeights(
+        weight_N=torch.ones_like(log_rho_N), rejected_N=_none(log_rho_N), truncated_N=_none(log_rho_N)
+    )
 
 
 def truncated(log_rho_N: Tensor, low: float | None, high: float | None) -> CorrectionWeights:
@@ -49,11 +92,48 @@ def _none(like_N: Tensor) -> Tensor:
     return torch.zeros_like(like_N, dtype=torch.bool)
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, float | None, float | None], CorrectionWeights] | None] = {
-    "none": None,
+CORRECTIONS: dict[str, Callable[[Tensor, float | None, float | None], CorrectionWeights]] = {
+    "none": unweighted,
     "truncated": truncated,
     "masked": masked,
     # The same weight under its other name: decoupled PPO leaves rho uncapped unless told otherwise.
     "decoupled": truncated,
 }
-"""Name -> f(log rho [N], low, high); None: no correction."""
+"""Name -> f(log rho [N] at its level, low, high)."""
+
+
+# ------------------------------------------------------------------------------------------------ rejections
+
+
+def vetoed(log_rho_N: Tensor, bound: float, episode_index_N: Tensor, num_episodes: int) -> Tensor:
+    """All tokens of an episode in which any token has rho < ``bound``, bool [N] (Liu et al. 2025: 1e-4)."""
+    below_N = (log_rho_N < math.log(bound)).to(log_rho_N.dtype)
+    return episode_sums(below_N, episode_index_N, num_episodes)[episode_index_N] > 0
+
+
+def off_policy_sequences(
+    log_ratio_N: Tensor, advantages_N: Tensor, bound: float, episode_index_N: Tensor, num_episodes: int
+) -> Tensor:
+    """Tokens with A < 0 of episodes whose mean(lo - l) is above ``bound``, bool [N]: off-policy sequence masking
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). ``log_ratio_N`` is l - lo of the tokens."""
+    drift_N = -episode_means(log_ratio_N, episode_index_N, num_episodes)[episode_index_N]
+    return (advantages_N < 0) & (drift_N > bound)
+
+
+# ------------------------------------------------------------------------------------------ batch normaliser
+
+
+def mean_weight(weights: CorrectionWeights, level: str, episode_index_N: Tensor, num_episodes: int) -> float:
+    """Mean of the weights over the whole minibatch: of its tokens, or at an episode's level of its episodes.
+
+    What is rejected does not count here: counted as 0, it would raise the weight of what is left (I17). 1 where
+    nothing is left. Weights divided by it have mean 1.
+    """
+    kept_N = ~weights.rejected_N
+    if level == "token":
+        values = weights.weight_N[kept_N]
+    else:
+        kept_E = episode_sums(kept_N.double(), episode_index_N, num_episodes)
+        sums_E = episode_sums(torch.where(kept_N, weights.weight_N, 0.0).double(), episode_index_N, num_episodes)
+        values = sums_E[kept_E > 0] / kept_E[kept_E > 0]
+    return float(values.double().mean()) if len(values) else 1.0

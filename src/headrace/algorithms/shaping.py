@@ -5,7 +5,7 @@ Legend: T tokens of a sample, N trained tokens (mask 1) of an episode. Everythin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -76,6 +76,19 @@ def shape_rewards(samples: Sequence[Sample], max_length: int, overlong_buffer: i
     return rewards
 
 
+def greedy_rewards(groups: Iterable[Group], max_length: int, overlong_buffer: int | None) -> dict[int, float]:
+    """Group id -> reward of its greedy reply, shaped as the rewards it is compared with; without the groups that have
+    none."""
+    rewards = {}
+    for group in groups:
+        if group.baseline is not None and group.baseline.reward is not None:
+            penalty = 0.0
+            if overlong_buffer is not None:
+                penalty = overlong_penalty(group.baseline.trace.num_policy_tokens, max_length, overlong_buffer)
+            rewards[group.id] = group.baseline.reward + penalty
+    return rewards
+
+
 def kl_penalties(
     samples: Sequence[Sample],
     estimator: str,
@@ -95,7 +108,10 @@ def kl_penalties(
 
 
 def episode_rewards(
-    samples: Sequence[Sample], rewards: Sequence[float], penalties: Sequence[Tensor] | None
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    penalties: Sequence[Tensor] | None,
+    greedy: Mapping[int, float] | None = None,
 ) -> tuple[EpisodeSamples, list[EpisodeRewards]]:
     """Shaped rewards, per-token rewards and KL penalties of each episode, in the order of the returned mapping.
 
@@ -112,7 +128,8 @@ def episode_rewards(
         if penalties is not None:
             penalty_N = torch.cat([penalties[i] for i in indices])
             reward, placed_N = reward + float(penalty_N.sum()), placed_N + penalty_N
-        results.append(EpisodeRewards(key=key, reward=reward, reward_T=placed_N))
+        greedy_reward = None if greedy is None else greedy.get(key.group)
+        results.append(EpisodeRewards(key=key, reward=reward, reward_T=placed_N, greedy_reward=greedy_reward))
     return episodes, results
 
 

@@ -26,6 +26,8 @@ class AlgorithmTraits:
     """Its advantage compares the members of a group, so that a group of one carries no signal."""
     dynamic_sampling: bool
     """Groups whose rewards are all equal are replaced."""
+    ratio_is_one: bool = True
+    """On the only optimizer step of a batch; False where the ratio is not taken to that step's own policy."""
 
 
 def check_config(
@@ -42,6 +44,8 @@ def check_config(
         ConfigError: one sentence for each problem, naming the dotted key, its value and what to do.
     """
     problems = [problem for check in _CHECKS for problem in check(config)]
+    if algorithm is None or algorithm.ratio_is_one:
+        problems += _one_step(config)
     if algorithm is not None:
         problems += _algorithm(config, algorithm)
     if engine_capabilities is not None:
@@ -174,16 +178,48 @@ def _training(config: RunConfig) -> Iterator[str]:
             f"trainer.schedule.warmup_steps = {trainer.schedule.warmup_steps}, but the run has {num_steps} optimizer "
             "steps (num_batches x num_epochs x num_minibatches): the full learning rate would never be reached"
         )
-    if trainer.num_minibatches * trainer.num_epochs == 1:
-        # The proximal policy is then the current one, and the ratio exactly 1.
-        for name in _set(config.algorithm, "clip_low", "clip_high", "dual_clip", "ratio_level"):
-            yield (
-                f"algorithm.{name} has no effect: one optimizer step per rollout batch (trainer.num_minibatches x "
-                "trainer.num_epochs = 1) has no ratio other than 1 to clip; remove it or make more steps per batch"
-            )
     other = "bfloat16" if config.model.dtype == "float32" else "float32"
     for name in _set(config.guards, f"max_ratio_error_{other}"):
         yield f'guards.{name} has no effect: model.dtype is "{config.model.dtype}"'
+
+
+_OF_THE_RATIO = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "ratio_level",
+    "temperature_positive",
+    "temperature_negative",
+    "trust_low",
+    "trust_high",
+    "ratio_cap",
+    "penalty",
+)
+
+
+def _one_step(config: RunConfig) -> Iterator[str]:
+    """Options that act through a ratio, where the proximal policy is the current one and the ratio exactly 1."""
+    algorithm = config.algorithm
+    if config.trainer.num_minibatches * config.trainer.num_epochs > 1:
+        return
+    names = [*_set(algorithm, *_OF_THE_RATIO)]
+    if algorithm.correction is not None:
+        names += [f"correction.{name}" for name in _set(algorithm.correction, "max_drift")]
+    if algorithm.selection is not None:
+        names += [f"selection.{name}" for name in _set(algorithm.selection, "penalty", "threshold")]
+    for name in names:
+        yield (
+            f"algorithm.{name} has no effect: one optimizer step per rollout batch (trainer.num_minibatches x "
+            "trainer.num_epochs = 1) has no ratio other than 1 to act on; remove it or make more steps per batch"
+        )
+
+
+def _streams(config: RunConfig) -> Iterator[str]:
+    """A training run makes samples of the rl stream alone."""
+    for name in _set(config.algorithm, "supervised"):
+        yield f"algorithm.{name} has no effect: no sample of a training run is of the supervised stream; remove it"
+    for name in _set(config.algorithm, "distillation"):
+        yield f"algorithm.{name} has no effect: a training run has no teacher; remove it"
 
 
 def _evaluates(config: RunConfig) -> bool:
@@ -211,7 +247,7 @@ def _monitor(config: RunConfig) -> Iterator[str]:
         yield f'name = "{config.name}" would put the run outside its own folder; choose a name'
 
 
-_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _evaluation, _monitor)
+_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _streams, _evaluation, _monitor)
 
 
 # ----------------------------------------------------------------- what the engine and the algorithm can do

@@ -149,11 +149,18 @@ class RewardConfig(Section):
 # ---------------------------------------------------------------------------------------------- algorithm
 
 
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum"]
+
+
 class KlConfig(Section):
     coefficient: float = Field(0.0, ge=0)
     estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     """``k3+``: value of k3, gradient of k2 (straight-through)."""
     placement: Literal["loss", "reward"] = "loss"
+    unbiased: bool = False
+    """Times the importance ratio, with its gradient: right off policy too (k1 and k3 in the loss)."""
+    aggregation: Aggregation | None = None
+    """Of the KL term in the loss; None: the policy term's."""
 
 
 class CorrectionConfig(Section):
@@ -164,31 +171,108 @@ class CorrectionConfig(Section):
     ``decoupled``: rho, capped at ``high`` where given (decoupled PPO)."""
     low: float | None = Field(None, ge=0)
     high: float | None = Field(None, gt=0)
+    level: Literal["token", "sequence", "geometric"] | None = None
+    """rho of the token (the default), of the whole episode (product), or its geometric mean over the episode."""
+    batch_normalised: bool | None = None
+    """Divide the weights by their mean over the minibatch."""
+    veto: float | None = Field(None, gt=0, lt=1)
+    """Reject episodes with any token whose rho is below this."""
+    max_drift: float | None = Field(None, ge=0)
+    """Off-policy sequence masking: reject tokens with A < 0 of episodes whose mean log-ratio to the current policy,
+    mean(lo - l), is above this."""
+    proximal: Literal["recomputed", "interpolated"] | None = None
+    """Where the proximal log-probabilities come from: a pass at the start of the batch (the default), or between
+    behaviour and current policy by the age of the token (A-3PO)."""
+
+
+class SelectionConfig(Section):
+    """A choice of tokens over the whole minibatch. None: as the preset or the type says."""
+
+    type: Literal["none", "clip_cov", "kl_cov", "m2po"] | None = None
+    """``clip_cov``: no loss for a random ``fraction`` of the tokens, of those with covariance of advantage and
+    log-probability in (low, high). ``kl_cov``: ``penalty`` x |log-ratio| on the ``fraction`` with the largest
+    covariance. ``m2po``: no loss for the largest log-ratios, until the mean square is at most ``threshold``."""
+    fraction: float | None = Field(None, gt=0, le=1)
+    low: float | None = None
+    high: float | None = None
+    penalty: float | None = Field(None, gt=0)
+    threshold: float | None = Field(None, gt=0)
+
+
+class SupervisedConfig(Section):
+    """Cross-entropy on the samples of the supervised stream, where a minibatch has any."""
+
+    coefficient: float = Field(1.0, ge=0)
+    aggregation: Aggregation = "token_mean"
+
+
+class DistillationConfig(Section):
+    """KL to a teacher on tokens that carry its log-probabilities, where a minibatch has any."""
+
+    coefficient: float = Field(1.0, ge=0)
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
+    """On policy, ``k2`` and ``k3+`` have the gradient of the reverse KL."""
+    unbiased: bool = False
+    """Times the importance ratio, with its gradient: right off policy too (k1 and k3)."""
+    aggregation: Aggregation = "token_mean"
 
 
 class AlgorithmConfig(Section):
     """A preset, and what deviates from it. None means: as the preset says."""
 
     preset: str = "grpo"
-    """grpo, dr_grpo, rloo, reinforce, reinforce++, dapo, gspo, cispo, ppo, or an entry point's name."""
-    advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_whitened", "none"] | None = None
-    ratio_level: Literal["token", "sequence"] | None = None
-    objective: Literal["ppo", "cispo", "reinforce"] | None = None
-    clip_low: float | None = Field(None, ge=0)
-    clip_high: float | None = Field(None, ge=0)
-    dual_clip: float | None = Field(None, gt=1)
-    aggregation: (
-        Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum"]
+    """A name of docs/algorithms.md (grpo, dr_grpo, dapo, rloo, reinforce++, gspo, cispo, ppo, ...), or an entry
+    point's name."""
+    advantage: (
+        Literal[
+            "group_normalised",
+            "group_normalised_biased",
+            "group_centred",
+            "group_centred_whitened",
+            "leave_one_out",
+            "length_weighted",
+            "mean_normalised",
+            "greedy_centred",
+            "batch_whitened",
+            "none",
+        ]
         | None
     ) = None
+    discount: float | None = Field(None, gt=0, le=1)
+    """Of later rewards in a token's return; advantages greedy_centred, batch_whitened and none alone."""
+    objective: (
+        Literal["ppo", "ratio", "gmpo", "sapo", "reinforce", "cispo", "topr", "dppo_tv", "dppo_kl", "quadratic"] | None
+    ) = None
+    ratio_level: Literal["token", "sequence", "trajectory"] | None = None
+    """The ratio of a token, its geometric mean over the episode, or the whole episode's (product)."""
+    ratio_anchor: Literal["proximal", "behaviour"] | None = None
+    """The ratio is taken to the policy at the start of the rollout batch, or to the one that sampled the token."""
+    clip_low: float | None = Field(None, ge=0)
+    clip_high: float | None = Field(None, ge=0)
+    """Distances from ratio 1; for gmpo bounds of the log-ratio."""
+    dual_clip: float | None = Field(None, gt=1)
+    temperature_positive: float | None = Field(None, gt=0)
+    temperature_negative: float | None = Field(None, gt=0)
+    """sapo's gates for A > 0 and the others."""
+    trust_low: float | None = Field(None, ge=0)
+    trust_high: float | None = Field(None, ge=0)
+    """dppo's largest distance from the anchor downwards and upwards, in probability (tv) or nats (kl)."""
+    ratio_cap: float | None = Field(None, gt=0)
+    """dppo's cap of the ratio."""
+    penalty: float | None = Field(None, gt=0)
+    """quadratic's weight of half the squared log-ratio of an episode (beta of DRO, tau of Kimi k1.5)."""
+    aggregation: Aggregation | None = None
     kl: KlConfig | None = None
     correction: CorrectionConfig | None = None
-    """None: none for a synchronous run, decoupled with truncation at 2 for an asynchronous one."""
+    """None: none for a synchronous run or a ratio to the behaviour policy, else decoupled with truncation at 2."""
+    selection: SelectionConfig | None = None
+    supervised: SupervisedConfig = SupervisedConfig()
+    distillation: DistillationConfig = DistillationConfig()
     entropy_coefficient: float | None = Field(None, ge=0)
     dynamic_sampling: bool | None = None
     """Replace groups whose rewards are all equal."""
-    overlong_buffer: int | None = Field(None, ge=1)
-    """DAPO's soft punishment over the last tokens before ``max_new_tokens``, in tokens."""
+    overlong_buffer: int | None = Field(None, ge=0)
+    """DAPO's soft punishment over the last tokens before ``max_new_tokens``, in tokens; 0 turns it off."""
     mask_truncated: bool | None = None
     """Overlong filtering: truncated replies keep their place in the group and train no token."""
 

@@ -9,6 +9,9 @@ outcome, or a reward that could not judge) is never turned into a reward (I14); 
 
 A group is settled when none of its attempts is open. It is then complete if it has ``min_group_size`` scored members
 (for ``discard``: if all are scored), else discarded.
+
+With a baseline one more attempt is issued, member number ``group_size``: a greedy reply that the members are compared
+with (ReMax). It is retried as they are, is no member of the group, and without its score the group is discarded.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Discard:
 
     group_id: int
     reason: str
-    """``member_failed`` (on_failure = discard), ``too_few_scored``, or what :meth:`GroupAssembler.abandon` was told."""
+    """``member_failed`` (on_failure = discard), ``too_few_scored``, ``baseline_failed``, or what
+    :meth:`GroupAssembler.abandon` was told."""
     episodes: tuple[Episode, ...]
     """The last episode of each member that ended."""
     open_keys: tuple[AttemptKey, ...] = ()
@@ -66,14 +70,22 @@ class _Open:
     open_keys: set[AttemptKey]
     ended: dict[int, Episode] = field(default_factory=dict)
 
-    def num_scored(self) -> int:
-        return sum(e.is_scored for e in self.ended.values())
+    def num_scored(self, group_size: int) -> int:
+        """Members alone, without the baseline."""
+        return sum(e.is_scored for member, e in self.ended.items() if member < group_size)
 
 
 class GroupAssembler:
     """Joins episodes into groups. Not thread-safe: the loop's thread owns it."""
 
-    def __init__(self, group_size: int, min_group_size: int, on_failure: OnFailure, max_retries: int) -> None:
+    def __init__(
+        self,
+        group_size: int,
+        min_group_size: int,
+        on_failure: OnFailure,
+        max_retries: int,
+        with_baseline: bool = False,
+    ) -> None:
         if not 1 <= min_group_size <= group_size:
             raise ValueError(
                 f"rollout.min_group_size = {min_group_size} must lie between 1 and rollout.group_size = {group_size}"
@@ -82,6 +94,7 @@ class GroupAssembler:
         self._min_group_size = min_group_size
         self._on_failure = on_failure
         self._max_retries = max_retries
+        self._with_baseline = with_baseline
         self._groups: dict[int, _Open] = {}
 
     @property
@@ -101,7 +114,7 @@ class GroupAssembler:
         """Open a group; returns the attempts to issue."""
         if group_id in self._groups:
             raise GroupingError(f"group {group_id} is open already; a group id is used once in a lineage")
-        keys = [AttemptKey(group_id, member) for member in range(self._group_size)]
+        keys = [AttemptKey(group_id, member) for member in range(self._group_size + self._with_baseline)]
         self._groups[group_id] = _Open(task=task, open_keys=set(keys))
         return keys
 
@@ -131,17 +144,22 @@ class GroupAssembler:
         if self._on_failure != "refill" or key.retry >= self._max_retries:
             return False
         # No more work for a group that cannot reach its minimum whatever this member does.
-        return group.num_scored() + len(group.open_keys) + 1 >= self._min_group_size
+        num_open = sum(k.member < self._group_size for k in (key, *group.open_keys))
+        return group.num_scored(self._group_size) + num_open >= self._min_group_size
 
     def _settle(self, group_id: int, group: _Open) -> Complete | Discard:
         del self._groups[group_id]
         episodes = _in_order(group.ended)
-        num_scored = group.num_scored()
+        num_scored = group.num_scored(self._group_size)
         if self._on_failure == "discard" and num_scored < self._group_size:
             return Discard(group_id, "member_failed", episodes)
         if num_scored < self._min_group_size:
             return Discard(group_id, "too_few_scored", episodes)
-        return Complete(Group(id=group_id, task=group.task, episodes=episodes))
+        baseline = group.ended.pop(self._group_size) if self._with_baseline else None
+        if baseline is not None and not baseline.is_scored:
+            return Discard(group_id, "baseline_failed", episodes)
+        members = _in_order(group.ended)
+        return Complete(Group(id=group_id, task=group.task, episodes=members, baseline=baseline))
 
     def _group(self, group_id: int, what: str) -> _Open:
         try:

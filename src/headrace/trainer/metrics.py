@@ -26,8 +26,10 @@ class MinibatchMetrics:
             old_total, old_count = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (old_total + total, old_count + count)
 
-    def add_tokens(self, *, proximal_N: Tensor, behaviour_N: Tensor, entropy_N: Tensor) -> None:
-        self._gaps.append((proximal_N - behaviour_N).detach().float().cpu())
+    def add_tokens(self, *, proximal_N: Tensor | None, behaviour_N: Tensor, entropy_N: Tensor) -> None:
+        """``proximal_N``: of the policy at the start of the rollout batch; None where nobody computed it."""
+        if proximal_N is not None:
+            self._gaps.append((proximal_N - behaviour_N).detach().float().cpu())
         self._entropies.append(entropy_N.detach().float().cpu())
 
     def add_fresh(self, current_N: Tensor, behaviour_N: Tensor) -> None:
@@ -47,6 +49,7 @@ class MinibatchMetrics:
             out["logprob_gap_p50"], out["logprob_gap_p95"] = p50, p95
             out["logprob_gap_max"] = float(gap_N.max())
             out["ratio_outside_share"] = float(outside.float().mean())
+        if self._entropies:
             out["entropy"] = float(torch.cat(self._entropies).mean())
         errors_N = torch.cat(self._fresh_errors) if self._fresh_errors else torch.empty(0)
         if len(errors_N):

@@ -45,10 +45,10 @@ def plan_update(
         for epoch in range(config.num_epochs)
     ]
     proximal = early
-    if early is None and sum(len(epoch) for epoch in epochs) > 1:
+    if early is None and not algorithm.needs.skips_proximal and sum(len(epoch) for epoch in epochs) > 1:
         proximal = _proximal(samples, epochs[0], advantages, algorithm, trainer, config)
     return [
-        _minibatch(samples, places, advantages, proximal, reference, max_new_tokens)
+        _minibatch(batch, places, advantages, proximal, reference, max_new_tokens)
         for epoch in epochs
         for places in epoch
     ]
@@ -64,7 +64,7 @@ def _proximal(
 ) -> list[Tensor]:
     """By the first epoch's minibatches, so that micro-batches are those of the gradient pass (F4). Samples that will
     be skipped get zeros, which nobody reads."""
-    skip = config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient
+    skip = config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient and not algorithm.needs.prepare
     proximal = [torch.zeros(len(sample.ids)) for sample in samples]
     for places in minibatches:
         needed = [i for i in places if not skip or bool(advantages[i].any())]
@@ -100,24 +100,21 @@ def _units(samples: Sequence[Sample], keys: Sequence[object]) -> list[list[int]]
 
 
 def _minibatch(
-    samples: Sequence[Sample],
+    batch: RolloutBatch,
     places: list[int],
     advantages: Sequence[Tensor],
     proximal: Sequence[Tensor] | None,
     reference: Sequence[Tensor] | None,
     max_new_tokens: int,
 ) -> Minibatch:
-    chosen = tuple(samples[i] for i in places)
+    chosen = tuple(batch.samples[i] for i in places)
     return Minibatch(
         samples=chosen,
         advantages=[advantages[i] for i in places],
         proximal_logprobs=None if proximal is None else [proximal[i] for i in places],
         reference_logprobs=None if reference is None else [reference[i] for i in places],
-        totals=Totals(
-            num_tokens=sum(sample.num_trained for sample in chosen),
-            num_episodes=len({sample.key for sample in chosen}),
-            max_length=max_new_tokens,
-        ),
+        totals=Totals.count(chosen, max_new_tokens),
+        version=batch.version,
     )
 
 

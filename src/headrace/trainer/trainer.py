@@ -22,18 +22,18 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields
+from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields, sample_columns
 from headrace.config.schema import TrainerConfig
 from headrace.model.head import output_head
 from headrace.model.load import LoadedModel
 from headrace.model.logprobs import token_logprobs
 from headrace.model.packing import PackedRow, pack, split_microbatches
-from headrace.protocols import Algorithm, WeightUpdate
+from headrace.protocols import Algorithm, WeightUpdate, WholeMinibatchAlgorithm
 from headrace.trainer.export import export_model
 from headrace.trainer.metrics import MinibatchMetrics
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.weights import NonFiniteError, TrainableWeights, read_state, write_state
-from headrace.types import AttemptKey, PolicyVersion, Sample
+from headrace.types import PolicyVersion, Sample
 
 
 class PolicyTrainer:
@@ -123,6 +123,7 @@ class PolicyTrainer:
         provably 0; they still count in ``minibatch.totals``. Raises NonFiniteError, the gradient dropped, where the
         loss of a micro-batch is not finite.
         """
+        minibatch = self._prepared(minibatch, algorithm)
         skipped = self._skipped(minibatch, algorithm)
         kept = _select(minibatch, [i for i in range(len(minibatch.samples)) if i not in skipped])
         metrics = MinibatchMetrics()
@@ -136,6 +137,17 @@ class PolicyTrainer:
             "num_samples": float(len(minibatch.samples)),
             "num_skipped_samples": float(len(skipped)),
         }
+
+    def _prepared(self, minibatch: Minibatch, algorithm: Algorithm) -> Minibatch:
+        """What the algorithm must know of the whole minibatch, by one more pass where no earlier one can serve."""
+        if not algorithm.needs.prepare:
+            return minibatch
+        if not isinstance(algorithm, WholeMinibatchAlgorithm):
+            raise TypeError(f"{type(algorithm).__name__}.needs.prepare is set, but it has no method prepare")
+        current = minibatch.proximal_logprobs if self._num_steps_since_publish == 0 else None
+        logprobs = self.forward(minibatch.samples) if current is None else current
+        prepared: Minibatch = algorithm.prepare(minibatch, logprobs, step=self._step)
+        return prepared
 
     def _train_row(self, minibatch: Minibatch, row: PackedRow, algorithm: Algorithm, metrics: MinibatchMetrics) -> None:
         current_N, entropy_N = self._score(self._model, row)
@@ -154,8 +166,7 @@ class PolicyTrainer:
             loss.backward()  # type: ignore[no-untyped-call]
         current_N = current_N.detach()
         metrics.add(out.metrics, value)
-        proximal_N = current_N if fields.proximal_logprobs_N is None else fields.proximal_logprobs_N
-        metrics.add_tokens(proximal_N=proximal_N, behaviour_N=fields.behaviour_logprobs_N, entropy_N=entropy_N)
+        self._add_tokens(metrics, current_N, fields, entropy_N)
         if self._num_steps_since_publish == 0:
             fresh_N = torch.tensor(
                 [
@@ -170,11 +181,31 @@ class PolicyTrainer:
         for sample, logprobs_T in zip(row.samples, row.scatter(current_N), strict=True):
             self._last_logprobs[sample.id] = logprobs_T
 
+    def _add_tokens(self, metrics: MinibatchMetrics, current_N: Tensor, fields: TokenFields, entropy_N: Tensor) -> None:
+        """Of the rl tokens, the only ones that an engine has sampled. Before the first step of a batch the proximal
+        policy is the current one; after it, the current one has moved and says nothing about the engine."""
+        places = fields.places_of("rl")
+        own = slice(None) if places is None else places
+        behaviour_N = fields.behaviour_logprobs_N[own]
+        proximal_N = fields.proximal_logprobs_N
+        if proximal_N is None and self._num_steps_since_publish == 0:
+            proximal_N = current_N
+        if len(behaviour_N):
+            metrics.add_tokens(
+                proximal_N=None if proximal_N is None else proximal_N[own],
+                behaviour_N=behaviour_N,
+                entropy_N=entropy_N[own],
+            )
+
     def _skipped(self, minibatch: Minibatch, algorithm: Algorithm) -> set[int]:
         """Places of samples whose gradient is provably 0."""
         if not (self._config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient):
             return set()
-        return {i for i, advantages_T in enumerate(minibatch.advantages) if not advantages_T.any()}
+        return {
+            i
+            for i, (sample, advantages_T) in enumerate(zip(minibatch.samples, minibatch.advantages, strict=True))
+            if sample.stream == "rl" and sample.teacher_logprobs is None and not advantages_T.any()
+        }
 
     def _rows(self, samples: Sequence[Sample]) -> Iterator[PackedRow]:
         config = self._config
@@ -279,25 +310,23 @@ def _select(minibatch: Minibatch, places: list[int]) -> Minibatch:
         advantages=[minibatch.advantages[i] for i in places],
         proximal_logprobs=pick(minibatch.proximal_logprobs),
         reference_logprobs=pick(minibatch.reference_logprobs),
+        selected=pick(minibatch.selected),
     )
 
 
 def _fields(minibatch: Minibatch, row: PackedRow, entropy_N: Tensor | None) -> TokenFields:
     """What the algorithm sees of one row. Only trained tokens are read, so nothing behind a mask can matter."""
-    device = row.target_N.device
-    proximal, reference = minibatch.proximal_logprobs, minibatch.reference_logprobs
-    episodes: dict[AttemptKey, int] = {}
-    index = [episodes.setdefault(sample.key, len(episodes)) for sample in row.samples]
-    counts = torch.tensor(row.num_N, device=device)
-    weights = torch.tensor([sample.weight for sample in row.samples], device=device)
+
+    def gather(values: Sequence[Tensor] | None) -> Tensor | None:
+        return None if values is None else row.gather(values)
+
     return TokenFields(
         advantages_N=row.gather(minibatch.advantages),
-        behaviour_logprobs_N=torch.tensor(row.field("behaviour_logprobs"), device=device),
-        proximal_logprobs_N=None if proximal is None else row.gather(proximal),
-        reference_logprobs_N=None if reference is None else row.gather(reference),
-        weights_N=weights.repeat_interleave(counts),
-        episode_index_N=torch.tensor(index, device=device).repeat_interleave(counts),
-        num_episodes=len(episodes),
+        proximal_logprobs_N=gather(minibatch.proximal_logprobs),
+        reference_logprobs_N=gather(minibatch.reference_logprobs),
         totals=minibatch.totals,
         entropy_N=entropy_N,
+        selected_N=gather(minibatch.selected),
+        mean_correction=minibatch.mean_correction,
+        **sample_columns(row.samples, minibatch.version, row.target_N.device),
     )
