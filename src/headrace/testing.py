@@ -140,6 +140,8 @@ def compute_in_float64(model: PreTrainedModel) -> None:
             module.forward = partial(_rotary, module)
         if type(module).__name__.endswith("TopKRouter"):
             module.forward = partial(_route, module)
+    if getattr(model.config, "num_experts", 0):
+        model.set_experts_implementation("eager")  # the grouped product has no float64
 
 
 def _rms_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:

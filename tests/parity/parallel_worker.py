@@ -105,7 +105,7 @@ def many_processes(job: dict[str, Any], mesh: ParallelMesh, **options: Any) -> P
 
 def use_sgd(trainer: Any) -> None:
     masters = [master for master in trainer._weights.masters.values() if master.numel()]
-    trainer._weights.optimizer = torch.optim.SGD(masters, lr=1.0)
+    trainer._weights.optimizer = torch.optim.SGD(masters)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -130,7 +130,8 @@ def parity(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     samples = make_samples(job.get("groups", 4))
     algorithm = algorithm_of(samples)
     minibatch = minibatch_of(samples, algorithm)
-    alone, together = one_process(job), many_processes(job, mesh)
+    fast = {**job, "trainer": {**job.get("trainer", {}), "learning_rate": 4.0}}  # or SGD's steps would be too small to see
+    alone, together = one_process(fast), many_processes(fast, mesh)
     results: dict[str, Any] = {}
     pairs = zip(together.forward(samples), alone.forward(samples), strict=True)
     results["logprobs"] = max(float((a - b).abs().max()) for a, b in pairs)
@@ -155,6 +156,9 @@ def parity(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
             if step == 0:
                 results["norm"] = abs(found["grad_norm"] - expected["grad_norm"]) / expected["grad_norm"]
         weights = dict(alone._model.named_parameters())
+        start = dict(load(job).model.named_parameters())
+        moved = min(distance(weights[n], start[n]) for n in weights)
+        results[f"moved_{optimizer}"] = moved
         results[f"weights_{optimizer}"] = worst(dict(together._weights.parameters), weights)
     results["local"] = {n: list(p.to_local().shape) for n, p in together._weights.parameters.items()}
     results["global"] = {n: list(p.shape) for n, p in together._weights.parameters.items()}
@@ -358,7 +362,8 @@ def run(jobs: dict[str, dict[str, Any]], processes: int, deadline_s: float) -> d
             for log in logs:
                 log.close()
         texts = [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(processes)]
-        assert codes == [0] * processes, f"exit codes {codes}\n" + "\n---\n".join(texts)
+        done = (folder / "results.json").read_text() if (folder / "results.json").exists() else "none"
+        assert codes == [0] * processes, f"exit codes {codes}\n" + "\n---\n".join(texts) + f"\ndone before: {done}"
         loaded: dict[str, Any] = json.loads((folder / "results.json").read_text())
         return loaded
 

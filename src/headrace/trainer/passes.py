@@ -70,7 +70,8 @@ def _schedule(
     """Made anew for each pass: it is bound to the shape of what travels. Sums of gradients, not means."""
     weight = next(stage.model.parameters())
     dtype = stage.compute_dtype
-    hidden = torch.empty(stage.hidden_shape, dtype=dtype, device="meta")
+    # its gradient travels back: the pipeline looks whether it requires one
+    hidden = torch.empty(stage.hidden_shape, dtype=dtype, device="meta", requires_grad=torch.is_grad_enabled())
     first = torch.empty(1, dtype=torch.long, device="meta")
     pipeline_stage = PipelineStage(
         stage,
