@@ -9,7 +9,9 @@ A check is a function of (mesh, job) that returns numbers; every process must ru
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -27,6 +29,7 @@ from headrace.config.schema import ParallelConfig, TrainerConfig
 from headrace.model.load import LoadedModel, prepare_model
 from headrace.model.parallel.check import ParallelError
 from headrace.model.parallel.mesh import ParallelMesh, join_processes
+from headrace.model.parallel.state import like
 from headrace.protocols import AlgorithmNeeds
 from headrace.testing import Reinforce, compute_in_float64, make_sample, tiny_model, tiny_tokenizer
 from headrace.trainer.distributed import ParallelTrainer
@@ -42,11 +45,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-untied": {"architecture": "qwen3", "tied": False},
     "qwen3-moe": {"architecture": "qwen3_moe", "tied": False, "norm_topk_prob": True},
 }
-WEIGHTS = {"float32": torch.float32, "float64": torch.float64}
 
 
 def load(job: dict[str, Any]) -> LoadedModel:
-    model = tiny_model(**MODELS[job["model"]], vocab_size=VOCAB, num_layers=job.get("layers", 2), initializer_range=0.1)
+    shape = {"vocab_size": VOCAB, "num_layers": job.get("layers", 2), "initializer_range": 0.1}
+    model = tiny_model(**MODELS[job["model"]], **shape, seed=job.get("seed", 0))
     if job["dtype"] == "float64":
         compute_in_float64(model)
     return prepare_model(model, TOKENIZER, job["dtype"])
@@ -130,7 +133,10 @@ def parity(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     samples = make_samples(job.get("groups", 4))
     algorithm = algorithm_of(samples)
     minibatch = minibatch_of(samples, algorithm)
-    fast = {**job, "trainer": {**job.get("trainer", {}), "learning_rate": 4.0}}  # or SGD's steps would be too small to see
+    fast = {
+        **job,
+        "trainer": {**job.get("trainer", {}), "learning_rate": 4.0},
+    }  # or SGD's steps would be too small to see
     alone, together = one_process(fast), many_processes(fast, mesh)
     results: dict[str, Any] = {}
     pairs = zip(together.forward(samples), alone.forward(samples), strict=True)
@@ -257,7 +263,7 @@ def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     folder = Path(job["folder"])
     saver.save(folder)
     moments = {
-        field: {n: alone._weights.optimizer.state[m][field] for n, m in alone._weights.masters.items()}
+        field: {n: alone._weights.optimizer.state[m][field].clone() for n, m in alone._weights.masters.items()}
         for field in ("exp_avg", "exp_avg_sq")
     }
     weights = {n: p.detach().clone() for n, p in alone._model.named_parameters()}
@@ -276,8 +282,6 @@ def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
             for n, master in trainer._weights.masters.items():
                 state = trainer._weights.optimizer.state.get(master, {})
                 local = state.get(field, torch.zeros_like(master))
-                from headrace.model.parallel.state import like
-
                 errors.append(distance(like(local, parameters[n]).full_tensor(), expected[n]))
             found[field] = max(errors)
         trainer.forward_backward(minibatch, algorithm)
@@ -333,9 +337,6 @@ def main() -> None:
 
 def run(jobs: dict[str, dict[str, Any]], processes: int, deadline_s: float) -> dict[str, Any]:
     """Start the processes and return the results. Raises AssertionError with their stderr where one fails."""
-    import os
-    import subprocess
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         spec = {

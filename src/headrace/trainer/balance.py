@@ -34,9 +34,7 @@ def share_out(samples: Sequence[Sample], num_ranks: int, *, share_prompts: bool)
     return min(plans, key=lambda plan: max(_cost(samples, share, share_prompts) for share in plan))
 
 
-def _deal(
-    samples: Sequence[Sample], units: list[list[int]], num_ranks: int, share_prompts: bool
-) -> list[list[int]]:
+def _deal(samples: Sequence[Sample], units: list[list[int]], num_ranks: int, share_prompts: bool) -> list[list[int]]:
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     costs = [_cost(samples, unit, share_prompts) for unit in units]

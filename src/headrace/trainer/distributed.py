@@ -128,9 +128,7 @@ class ParallelTrainer:
         """
         check_same_samples(minibatch.samples, "forward_backward")
         skip = self._config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient
-        kept = _select(
-            minibatch, [i for i, a in enumerate(minibatch.advantages) if not skip or bool(a.any())]
-        )
+        kept = _select(minibatch, [i for i, a in enumerate(minibatch.advantages) if not skip or bool(a.any())])
         rows = self._rows(kept.samples)
         metrics = MinibatchMetrics()
         logprobs: dict[int, Tensor] = {}

@@ -93,9 +93,7 @@ def _shard(stage: PolicyStage, experts: list[nn.Module], mesh: ParallelMesh, dty
     units = [(module, expert) for module in experts] if dispatched else []
     units += [(layer, dense) for layer in _layers(stage.model)]
     for module, device_mesh in units:
-        fully_shard(
-            module, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
-        )
+        fully_shard(module, mesh=device_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     fully_shard(stage, mesh=dense, mp_policy=policy, offload_policy=offload)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
