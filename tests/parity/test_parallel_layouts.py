@@ -102,7 +102,7 @@ def check_sharding(job: Job, found: dict[str, Any]) -> None:
             if ".experts." in name and axes["ep"] * axes["tp"] > 1:
                 parts = efsdp * axes["ep"]
             assert size(shape) * parts == size(whole[name]), (name, shape, whole[name], parts)
-    tied = "tied" == job["model"].rpartition("-")[2]
+    tied = job["model"].rpartition("-")[2] == "tied"
     for name, count in holders.items():
         both_ends = 2 if tied and "embed_tokens" in name and axes["pp"] > 1 else 1
         assert count * axes["pp"] == len(found["local"]) * both_ends, name

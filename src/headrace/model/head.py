@@ -64,7 +64,7 @@ def head_of(model: PreTrainedModel) -> torch.nn.Linear:
 def has_tied_head(model: PreTrainedModel) -> bool:
     """Whether the head's weight is the embedding's. False where either is not here (pipeline stages)."""
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    embedding: object = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    embedding: object = model.get_input_embeddings()
     weight = getattr(head, "weight", None)
     return weight is not None and weight is getattr(embedding, "weight", None)
 

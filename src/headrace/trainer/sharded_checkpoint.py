@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from headrace.model.parallel.state import like
 from headrace.trainer.shards import ShardedWeights
@@ -29,7 +30,7 @@ def save_shards(weights: ShardedWeights, path: Path) -> int:
             for field in _MOMENTS:
                 moment = moments[field] if field in moments else torch.zeros_like(master)
                 state[f"{field}/{name}"] = like(moment, weights.parameters[name])
-    dcp.save(state, storage_writer=FileSystemWriter(path / SHARDS))
+    save_distributed(state, storage_writer=FileSystemWriter(path / SHARDS))
     return num_moves
 
 
@@ -54,7 +55,7 @@ def load_shards(weights: ShardedWeights, path: Path, num_moves: int) -> None:
             f"the checkpoint {path} belongs to another model: {len(wrong)} tensors differ in name or shape, the first "
             f"is {wrong[0]}. Use the model that the run was started with"
         )
-    dcp.load({key: like(t, _parameter(weights, key)) for key, t in local.items()}, storage_reader=reader)
+    load_distributed({key: like(t, _parameter(weights, key)) for key, t in local.items()}, storage_reader=reader)
     weights.clear()
     weights.optimizer.state.clear()
     for name, master in weights.masters.items():

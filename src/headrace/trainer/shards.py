@@ -119,9 +119,9 @@ class ShardedWeights:
         dist.all_reduce(count)
         if count:
             raise NonFiniteError(
-                f"{int(count)} shards of weights are not finite (here: {', '.join(bad[:3]) or 'none'}), so this version "
-                "is not published and no engine will serve it. Resume from the last checkpoint with a lower learning "
-                "rate"
+                f"{int(count)} shards of weights are not finite (here: {', '.join(bad[:3]) or 'none'}), so this "
+                "version is not published and no engine will serve it. Resume from the last checkpoint with a lower "
+                "learning rate"
             )
 
 

@@ -40,15 +40,15 @@ def parallelize(loaded: LoadedModel, mesh: ParallelMesh, *, max_logit_tokens: in
     """Split ``loaded`` in place: every process calls it with the same whole model. Raises ParallelError."""
     if loaded.base is not None:
         raise ParallelError("model.lora: adapters train in one process only so far; set all axes of [parallel] to 1")
-    masters = dict(loaded.model.named_parameters()) | {k: v for k, v in loaded.masters.items()}
-    return _split(loaded.model, masters, loaded.vocab_size, loaded.dtype, mesh, max_logit_tokens)
+    weights: dict[str, Tensor] = {**dict(loaded.model.named_parameters()), **loaded.masters}
+    return _split(loaded.model, weights, loaded.vocab_size, loaded.dtype, mesh, max_logit_tokens)
 
 
 def parallelize_frozen(loaded: LoadedModel, mesh: ParallelMesh, *, max_logit_tokens: int) -> PolicyStage:
     """The same for a frozen copy (a reference). Call it before :func:`parallelize`."""
     model = copy.deepcopy(loaded.model)
     model.requires_grad_(False)
-    weights = dict(model.named_parameters())
+    weights: dict[str, Tensor] = dict(model.named_parameters())
     return _split(model, weights, loaded.vocab_size, loaded.dtype, mesh, max_logit_tokens).stage
 
 

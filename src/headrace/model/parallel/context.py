@@ -32,8 +32,8 @@ class ContextLayout:
         self, module: torch.nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float
     ) -> Tensor:
         """Returns [1, t, H, D]."""
-        parts = [self._all_tokens(x) for x in (query_BHTD, key_BKTD, value_BKTD)]
-        return self._all_heads(self._whole.attend(module, *parts, scaling))
+        query, key, value = (self._all_tokens(x) for x in (query_BHTD, key_BKTD, value_BKTD))
+        return self._all_heads(self._whole.attend(module, query, key, value, scaling))
 
     def _all_tokens(self, x_BHtD: Tensor) -> Tensor:
         """[1, H, t, D] to [1, H / C, T, D]"""

@@ -16,7 +16,8 @@ from headrace.model.parallel.mesh import ParallelMesh
 def local_shard(parameter: Any) -> Tensor:
     """This rank's part, as a plain tensor over the same storage."""
     detached = parameter.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached  # type: ignore[no-any-return]
+    local: Tensor = detached.to_local() if isinstance(detached, DTensor) else detached
+    return local
 
 
 def like(local: Tensor, parameter: DTensor) -> DTensor:
@@ -100,7 +101,8 @@ def _whole(
     group = mesh.group("pp")
     if mesh.rank("pp") == stage:
         assert parameter is not None
-        full = parameter.detach().full_tensor().to(dtype).contiguous()
+        detached: Any = parameter.detach()
+        full: Tensor = detached.full_tensor().to(dtype).contiguous()
     else:
         full = torch.empty(shape, dtype=dtype, device=mesh.dense.device_type)
     if mesh.config.pp > 1:

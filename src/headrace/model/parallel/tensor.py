@@ -47,7 +47,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, expert_modul
     if not isinstance(head, nn.Linear):  # another pipeline stage holds it
         return
     if tied:
-        head._parameters["weight"] = model.get_input_embeddings()._parameters["weight"]  # type: ignore[no-untyped-call]
+        head._parameters["weight"] = model.get_input_embeddings()._parameters["weight"]
     else:
         _split_rows(head, "weight", mesh)
     if head.bias is not None:
