@@ -138,12 +138,14 @@ def _stage(p: ParallelConfig, s: ModelShape, work: Pass, stage: int) -> MemoryFo
     gathered_layer = dense_layer + expert_layer
     tokens = -(-work.num_tokens // p.cp)
     in_flight = 1
-    kept_layers = 1
+    # FSDP2 holds the layer that computes, the next one, and the flat buffer that it arrives in
+    kept_layers = 3
     if p.pp > 1:
         in_flight = work.num_rows if p.pp_schedule == "gpipe" else min(work.num_rows, p.pp - stage)
-        kept_layers = layers
+        kept_layers = layers + 1
     layer_tokens = _layer_activations(s, work, p.tp)
-    unreduced = (gathered_layer * (layers if p.pp > 1 else 1) + root) * compute
+    # a layer's whole gradient, and the flat buffer that it is reduced in; in a pipeline, those of all its layers
+    unreduced = (gathered_layer * (layers + 1 if p.pp > 1 else 2) + root) * compute
     whole = num_weights(s)
     return MemoryForecast(
         stage=stage,
