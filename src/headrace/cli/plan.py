@@ -1,4 +1,4 @@
-"""``headrace plan run.toml``: is the layout possible, and what does each rank need? Reads no weights, imports no torch."""
+"""``headrace plan run.toml``: is the layout possible, and what does each rank need? No weights, no torch."""
 
 from __future__ import annotations
 

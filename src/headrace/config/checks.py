@@ -200,6 +200,11 @@ def _parallel(config: RunConfig) -> Iterator[str]:
             "parallel.offload_optimizer has no effect: parallel.offload_parameters keeps the optimizer in host memory "
             "already; remove one of them"
         )
+    if "weights" in config.engine.model_fields_set and config.engine.weights == "shared":
+        yield (
+            f'engine.weights = "shared" with {parallel.world_size} processes: no process holds the whole weights to '
+            "share, so the engine has its own copy; remove it"
+        )
     if config.model.lora is not None:
         yield (
             f"model.lora with {parallel.world_size} processes: adapters train in one process only so far; remove "

@@ -13,10 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from headrace.model.parallel.state import like
 from headrace.trainer.shards import ShardedWeights
-from headrace.trainer.weights import CheckpointError
+from headrace.trainer.weights import SHARD_PREFIX as _WEIGHT
+from headrace.trainer.weights import SHARDS, CheckpointError
 
-SHARDS = "shards"
-_WEIGHT = "weight/"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -142,10 +142,10 @@ def _stage(p: ParallelConfig, s: ModelShape, work: Pass, stage: int) -> MemoryFo
     kept_layers = 3
     if p.pp > 1:
         in_flight = work.num_rows if p.pp_schedule == "gpipe" else min(work.num_rows, p.pp - stage)
-        kept_layers = layers + 1
+        kept_layers = layers
     layer_tokens = _layer_activations(s, work, p.tp)
-    # a layer's whole gradient, and the flat buffer that it is reduced in; in a pipeline, those of all its layers
-    unreduced = (gathered_layer * (layers + 1 if p.pp > 1 else 2) + root) * compute
+    # a layer's whole gradient, and the flat buffer that it is reduced in; a pipeline reduces all its layers at the end
+    unreduced = (gathered_layer * (layers if p.pp > 1 else 2) + root) * compute
     whole = num_weights(s)
     return MemoryForecast(
         stage=stage,
