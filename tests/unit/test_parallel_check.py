@@ -106,6 +106,7 @@ RUN = '[model]\npath = "m"\n[tasks]\ntype = "arithmetic"\n[[rewards]]\ntype = "e
             "[parallel]\ntp = 2\noffload_optimizer = true\noffload_parameters = true",
             "parallel.offload_optimizer has no effect: parallel.offload_parameters",
         ),
+        ('[parallel]\ntp = 2\n[engine]\nweights = "shared"', 'engine.weights = "shared" with 2 processes'),
         ("[parallel]\ntp = 2\n[model.lora]\nrank = 4", "model.lora with 2 processes"),
         ("[parallel]\ntpp = 2", "tp"),
         ("[parallel]\ntp = 0", "greater than or equal to 1"),

@@ -142,8 +142,9 @@ class LeadingTrainer:
         self._own.restore(path)
 
     def close(self) -> None:
-        """End the followers; no verb works afterwards."""
+        """End the followers and leave the group; no verb works afterwards. A verb that hangs ends with an error."""
         self._followers.stop()
+        dist.destroy_process_group()
 
     def _with_weights(self, version: PolicyVersion) -> WeightUpdate:
         return WeightUpdate(version=version, buckets=self.weight_buckets)

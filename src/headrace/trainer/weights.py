@@ -8,6 +8,7 @@ and takes the rounded masters back after each step.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,9 @@ def _saved_weights(path: Path, masters: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in whole.items():
         if name in masters:
             whole[name] = tensor.to(masters[name].dtype)
-    load_distributed({SHARD_PREFIX + name: t for name, t in whole.items()}, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for: one process reads
+        load_distributed({SHARD_PREFIX + name: t for name, t in whole.items()}, storage_reader=reader, no_dist=True)
     return whole
 
 

@@ -38,6 +38,11 @@ class ParallelModel:
 
 def parallelize(loaded: LoadedModel, mesh: ParallelMesh, *, max_logit_tokens: int) -> ParallelModel:
     """Split ``loaded`` in place: every process calls it with the same whole model. Raises ParallelError."""
+    if mesh.config.offload_parameters and mesh.dense.device_type == "cpu":
+        raise ParallelError(
+            "parallel.offload_parameters has no effect: this machine computes on the CPU, whose memory is host memory; "
+            "remove it"
+        )
     if loaded.base is not None:
         raise ParallelError("model.lora: adapters train in one process only so far; set all axes of [parallel] to 1")
     weights: dict[str, Tensor] = {**dict(loaded.model.named_parameters()), **loaded.masters}

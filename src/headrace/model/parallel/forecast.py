@@ -154,9 +154,7 @@ def _stage(p: ParallelConfig, s: ModelShape, work: Pass, stage: int) -> MemoryFo
         optimizer_bytes=2 * shards * _MASTER,
         activations_bytes=in_flight * tokens * _activations(s, work, layers, layer_tokens, last),
         logits_bytes=_logits(s, work, p.tp) if last else 0,
-        buffers_bytes=(gathered_layer * kept_layers + root) * compute
-        + unreduced
-        + tokens * _transient(s, work, p.tp),
+        buffers_bytes=(gathered_layer * kept_layers + root) * compute + unreduced + tokens * _transient(s, work, p.tp),
         reference_bytes=((shards * _MASTER) + gathered_layer * compute) if work.with_reference else 0,
         loading_bytes=whole * (_MASTER if compute == _MASTER else _MASTER + compute) + shards * _MASTER,
     )
