@@ -291,7 +291,29 @@ def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-CHECKS = {f.__name__: f for f in (parity, publish, uneven, faults, checkpoint)}
+def extras(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
+    """The frozen reference, recomputed activations, and bfloat16 over float32 masters, against one process."""
+    samples = make_samples()
+    algorithm = algorithm_of(samples)
+    minibatch = minibatch_of(samples, algorithm)
+    alone = PolicyTrainer(load(job), trainer_config(job), num_steps=10, with_reference=True)
+    together = many_processes(job, mesh, with_reference=True, activation_checkpointing=True)
+    start = alone.forward(samples)
+    expected = alone.forward_backward(minibatch, algorithm)
+    found = together.forward_backward(minibatch, algorithm)
+    results = {"loss": abs(found["loss"] - expected["loss"]) / abs(expected["loss"])}
+    gradients = {n: m.grad for n, m in alone._weights.masters.items()}
+    results["gradient"] = worst({n: p.grad for n, p in together._weights.parameters.items()}, gradients)
+    alone.optim_step(), together.optim_step()
+    results["weights"] = worst(dict(together._weights.parameters), dict(alone._weights.masters))
+    pairs = zip(together.forward(samples, "reference"), start, strict=True)
+    results["reference"] = max(float((a - b).abs().max()) for a, b in pairs)
+    pairs = zip(together.forward(samples), start, strict=True)
+    results["moved"] = max(float((a - b).abs().max()) for a, b in pairs)
+    return results
+
+
+CHECKS = {f.__name__: f for f in (parity, publish, uneven, faults, checkpoint, extras)}
 
 
 def merge(parts: list[Any]) -> Any:
