@@ -27,6 +27,7 @@ from headrace.record.metrics import MetricsWriter
 from headrace.record.run_dir import RunDirectory, write_atomically
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
+from headrace.trainer.crew import LeadingTrainer
 from headrace.trainer.plan import plan_update
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import RolloutBatch, Task
@@ -80,7 +81,7 @@ class Parts:
     reward: Reward
     model: PreTrainedModel
     """The trainer's; the engine's too where it shares weights."""
-    trainer: PolicyTrainer
+    trainer: PolicyTrainer | LeadingTrainer
     trainer_thread: DaemonThread
     algorithm: Algorithm
     canary: Canary
@@ -104,7 +105,7 @@ class Parts:
     @property
     def shares_weights(self) -> bool:
         """The engine reads the trainer's own storage, so it must not decode while an optimizer step writes."""
-        return self.config.engine.weights == "shared"
+        return self.config.engine.weights == "shared" and self.config.parallel.world_size == 1
 
     async def wait(self, awaitable: Awaitable[T], *, waiter: str, on: str, what: str, deadline_s: float) -> T:
         """Await with a name and a deadline (I19)."""
@@ -141,7 +142,7 @@ class Parts:
     def publish(self) -> WeightUpdate:
         """The next version; with its tensors where the engine holds a copy."""
         update = self.trainer.publish()
-        if self.shares_weights:
+        if self.shares_weights or update.buckets is not None:
             return update
         return WeightUpdate(version=update.version, tensors=named_parameters(self.model))
 
@@ -216,6 +217,8 @@ class Parts:
             except DeadlineError as error:
                 self.progress.note(str(error))
         self.trainer_thread.stop()
+        if isinstance(self.trainer, LeadingTrainer):
+            self.trainer.close()
         sinks = self.sinks.close()
         self.record.close()
         return sinks

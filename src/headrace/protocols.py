@@ -6,7 +6,7 @@ No torch at import time; tensors appear in annotations only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -73,6 +73,8 @@ class WeightUpdate:
 
     version: PolicyVersion
     tensors: Mapping[str, Tensor] | None = None
+    buckets: Callable[[], Iterator[Mapping[str, Tensor]]] | None = None
+    """Of a trainer of several processes: makes the whole tensors, a bounded number at a time. Take all of them."""
 
 
 @runtime_checkable

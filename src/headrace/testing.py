@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from headrace.algorithms.fields import LossOutput, TokenFields
@@ -73,7 +74,7 @@ def tiny_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(
-    architecture: Literal["llama", "qwen3"] = "llama",
+    architecture: Literal["llama", "qwen3", "qwen3_moe"] = "llama",
     *,
     vocab_size: int | None = None,
     hidden_size: int = 64,
@@ -91,7 +92,8 @@ def tiny_model(
 
     ``vocab_size`` defaults to that of :func:`tiny_tokenizer`; ``num_kv_heads`` to ``num_heads`` (smaller means
     grouped-query attention); further keywords go into the transformers configuration. Raise ``initializer_range``
-    (to 0.2, say) where a test needs logits that are far from uniform.
+    (to 0.2, say) where a test needs logits that are far from uniform. A ``qwen3_moe`` has four experts of size
+    ``hidden_size``, two for each token.
     """
     shape = {
         "vocab_size": len(tiny_tokenizer()) if vocab_size is None else vocab_size,
@@ -108,7 +110,9 @@ def tiny_model(
         "bos_token_id": SPECIAL_TOKENS.index(BOS),
         "eos_token_id": SPECIAL_TOKENS.index(EOS),
     }
-    make_config = LlamaConfig if architecture == "llama" else Qwen3Config
+    make_config: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}[architecture]
+    if architecture == "qwen3_moe":
+        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -134,6 +138,10 @@ def compute_in_float64(model: PreTrainedModel) -> None:
             module.forward = partial(_rms_norm, module)
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.forward = partial(_rotary, module)
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = partial(_route, module)
+    if getattr(model.config, "num_experts", 0):
+        model.set_experts_implementation("eager")  # the grouped product has no float64
 
 
 def _rms_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -146,6 +154,14 @@ def _rotary(module: Any, hidden: torch.Tensor, position_ids: torch.Tensor) -> tu
     angles = position_ids[..., None].double() * module.inv_freq.double()
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+
+def _route(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = torch.nn.functional.linear(hidden.reshape(-1, module.hidden_dim), module.weight)
+    scores, chosen = logits.softmax(-1).topk(module.top_k, dim=-1)
+    if module.norm_topk_prob:
+        scores = scores / scores.sum(-1, keepdim=True)
+    return logits, scores, chosen
 
 
 def save_tiny(path: Path, *, alphabet: str = ALPHABET, **model_options: Any) -> Path:

@@ -6,11 +6,13 @@ before everything that can be known to be wrong is known to be right.
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
@@ -28,6 +30,8 @@ from headrace.environments.tasks import TaskSplits, build_tasks
 from headrace.errors import ConfigError
 from headrace.model.load import LoadedModel, load_model
 from headrace.model.memory import keep_large_buffers
+from headrace.model.parallel.check import ModelShape, check_layout
+from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.paths import resolve_model_path
 from headrace.model.renderer import ChatRenderer, generation_eos_ids
 from headrace.monitor.fanout import build_sinks
@@ -46,12 +50,15 @@ from headrace.record.run_dir import RunDirectory, collect_run_info
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.rewards.build import build_rewards
+from headrace.trainer.crew import Followers, LeadingTrainer, join_run
+from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
 from headrace.weights.canary import Canary
-from headrace.weights.checksums import checksums, named_parameters
+from headrace.weights.checksums import checksum, checksums, named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights
+from headrace.weights.streamed import StreamedWeights
 
 NUM_CANARY_PROMPT_TOKENS = 8
 MAX_PROMPTS_CHECKED = 20_000
@@ -93,6 +100,9 @@ def check_before_work(config: RunConfig) -> Checked:
             ratio_is_one=getattr(composed, "ratio_is_one_on_one_step", True),
         ),
     )
+    folder = Path(resolve_model_path(config.model.path)).expanduser()
+    if config.parallel.world_size > 1 and folder.is_dir():
+        check_layout(config.parallel, ModelShape.of_folder(folder))
     splits = build_tasks(config.tasks)
     check_environments([splits.train, splits.held_out])
     evaluation = config.evaluation
@@ -137,18 +147,22 @@ def check_prompts(tasks: TaskSource, renderer: Renderer, config: RunConfig, max_
 
 
 def num_threads(config: RunConfig) -> tuple[int, int]:
-    """(engine, trainer): all cores each where they take turns, half each where they run at the same time."""
+    """(engine, trainer): all cores each where they take turns, half each where they run at the same time; divided by
+    the processes of the run."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    default = num_cores if config.rollout.max_staleness == 0 else max(1, num_cores // 2)
+    shares = config.parallel.world_size if config.rollout.max_staleness == 0 else 2 * config.parallel.world_size
+    default = max(1, num_cores // shares)
     return config.engine.num_threads or default, config.trainer.num_threads or default
 
 
-def build_engine(config: RunConfig, policy: Policy, version: PolicyVersion) -> TransformersEngine:
-    """The engine that the configuration names, serving ``version``."""
-    carrier = SharedWeights if config.engine.weights == "shared" else CopiedWeights
+def build_engine(
+    config: RunConfig, policy: Policy, version: PolicyVersion, carrier: StreamedWeights | None = None
+) -> TransformersEngine:
+    """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes."""
+    make_carrier = SharedWeights if config.engine.weights == "shared" else CopiedWeights
     engine_threads, _ = num_threads(config)
     return TransformersEngine(
-        carrier(policy.loaded.model, version),
+        carrier or make_carrier(policy.loaded.model, version),
         config.engine.model_copy(update={"num_threads": engine_threads}),
         vocab_size=policy.loaded.vocab_size,
         decode=policy.renderer.decode,
@@ -186,20 +200,57 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
     policy = load_policy(config)
     for source in (checked.splits.train, checked.splits.held_out):
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
-    trainer = PolicyTrainer(
-        policy.loaded,
-        config.trainer,
-        num_steps=config.trainer.num_batches * num_steps_per_batch(config.trainer),
-        with_reference=checked.algorithm.needs.reference,
-        activation_checkpointing=config.model.activation_checkpointing,
-    )
-    run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
+    trainer, carrier = _build_trainer(checked, policy)
     try:
-        record, checkpoint = _open_record(checked, trainer, run_dir, clock)
-        return _connect(checked, policy, trainer, record, checkpoint, clock)
+        run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
+        try:
+            record, checkpoint = _open_record(checked, trainer, run_dir, clock)
+            return _connect(checked, policy, trainer, carrier, record, checkpoint, clock)
+        except BaseException:
+            run_dir.close()
+            raise
     except BaseException:
-        run_dir.close()
+        if isinstance(trainer, LeadingTrainer):
+            trainer.close()
         raise
+
+
+def _build_trainer(
+    checked: Checked, policy: Policy
+) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights]:
+    """The trainer; with several processes also the engine's weights, copied before the model is split."""
+    config = checked.config
+    if config.parallel.world_size == 1:
+        return PolicyTrainer(policy.loaded, config.trainer, **_trainer_options(checked)), None
+    carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
+    followers = Followers(config)
+    try:
+        verbs = join_run(config, 0, followers.address)
+        own = build_parallel_trainer(checked, policy, ParallelMesh.create(config.parallel))
+    except BaseException:
+        followers.stop()
+        raise
+    return LeadingTrainer(own, verbs, followers), carrier
+
+
+def build_parallel_trainer(checked: Checked, policy: Policy, mesh: ParallelMesh) -> ParallelTrainer:
+    """This process's part of the trainer. Every process of the run calls it. Collective."""
+    return ParallelTrainer(policy.loaded, checked.config.trainer, mesh, **_trainer_options(checked))
+
+
+def _trainer_options(checked: Checked) -> _TrainerOptions:
+    config = checked.config
+    return {
+        "num_steps": config.trainer.num_batches * num_steps_per_batch(config.trainer),
+        "with_reference": checked.algorithm.needs.reference,
+        "activation_checkpointing": config.model.activation_checkpointing,
+    }
+
+
+class _TrainerOptions(TypedDict):
+    num_steps: int
+    with_reference: bool
+    activation_checkpointing: bool
 
 
 def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
@@ -224,7 +275,7 @@ def _fingerprints(splits: TaskSplits) -> dict[str, str]:
 
 
 def _open_record(
-    checked: Checked, trainer: PolicyTrainer, run_dir: RunDirectory, clock: Clock
+    checked: Checked, trainer: PolicyTrainer | LeadingTrainer, run_dir: RunDirectory, clock: Clock
 ) -> tuple[Record, Checkpoint | None]:
     """Restore the newest complete checkpoint, replay the books up to it, and open a lineage."""
     if run_dir.info["dataset_fingerprints"] != _fingerprints(checked.splits):
@@ -256,13 +307,16 @@ def _open_record(
 def _connect(
     checked: Checked,
     policy: Policy,
-    trainer: PolicyTrainer,
+    trainer: PolicyTrainer | LeadingTrainer,
+    carrier: StreamedWeights | None,
     record: Record,
     checkpoint: Checkpoint | None,
     clock: Clock,
 ) -> Parts:
     config = checked.config
-    engine = build_engine(config, policy, trainer.version)
+    if carrier is not None and isinstance(trainer, LeadingTrainer):
+        carrier.receive(trainer.current_weights())
+    engine = build_engine(config, policy, trainer.version, carrier)
     watchdog = Watchdog(clock, config.guards.stall_min_s)
     watchdog.watch_stacks("threads", thread_stacks)
     watchdog.watch_stacks("asyncio tasks", task_stacks)
@@ -307,8 +361,8 @@ def _connect(
             score,
             canary_prompt,
             bound=bound,
-            trainer_checksums=lambda: checksums(named_parameters(policy.loaded.model).items()),
-            shares_weights=config.engine.weights == "shared",
+            trainer_checksums=lambda: _trainer_checksums(trainer, policy),
+            shares_weights=config.engine.weights == "shared" and carrier is None,
         ),
         max_ratio_error=bound,
         watchdog=watchdog,
@@ -318,3 +372,10 @@ def _connect(
         reporter=reporter,
         restored=checkpoint.state() if checkpoint is not None else {},
     )
+
+
+def _trainer_checksums(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) -> dict[str, str]:
+    """Of the weights that the trainer holds now (I6)."""
+    if isinstance(trainer, LeadingTrainer):
+        return {name: checksum(tensor) for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
+    return checksums(named_parameters(policy.loaded.model).items())

@@ -14,7 +14,7 @@ from pathlib import Path
 import headrace
 from headrace.cli import eval as eval_command
 from headrace.cli import inspect as inspect_command
-from headrace.cli import model, reward, train
+from headrace.cli import model, plan, reward, train
 from headrace.cli.common import INTERRUPTED, split_overrides
 from headrace.errors import HeadraceError
 
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     train.add_parsers(subparsers)
+    plan.add_parser(subparsers)
     eval_command.add_parser(subparsers)
     inspect_command.add_parsers(subparsers)
     model.add_parser(subparsers)

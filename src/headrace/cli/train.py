@@ -12,7 +12,7 @@ from headrace.config.schema import RunConfig
 if TYPE_CHECKING:
     from headrace.cli.common import Subparsers
 
-COMMANDS_WITH_OVERRIDES = ("train", "resume")
+COMMANDS_WITH_OVERRIDES = ("train", "resume", "plan")
 
 _OVERRIDES_HELP = """\
 Any key of the file can be overridden by its dotted name:

@@ -222,6 +222,32 @@ def _streams(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.{name} has no effect: a training run has no teacher; remove it"
 
 
+def _parallel(config: RunConfig) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.pp == 1:
+        for name in _set(parallel, "pp_schedule"):
+            yield f"parallel.{name} has no effect: parallel.pp is 1, so there is no pipeline; remove it or raise pp"
+    if parallel.world_size == 1:
+        for name in _set(parallel, "offload_parameters", "offload_optimizer", "bucket_bytes"):
+            yield f"parallel.{name} has no effect: the run has one process; remove it or raise an axis of [parallel]"
+        return
+    if parallel.offload_parameters and parallel.offload_optimizer:
+        yield (
+            "parallel.offload_optimizer has no effect: parallel.offload_parameters keeps the optimizer in host memory "
+            "already; remove one of them"
+        )
+    if "weights" in config.engine.model_fields_set and config.engine.weights == "shared":
+        yield (
+            f'engine.weights = "shared" with {parallel.world_size} processes: no process holds the whole weights to '
+            "share, so the engine has its own copy; remove it"
+        )
+    if config.model.lora is not None:
+        yield (
+            f"model.lora with {parallel.world_size} processes: adapters train in one process only so far; remove "
+            "model.lora, or set all axes of [parallel] to 1"
+        )
+
+
 def _evaluates(config: RunConfig) -> bool:
     return config.evaluation.every > 0 or config.evaluation.at_start or config.evaluation.at_end
 
@@ -247,7 +273,17 @@ def _monitor(config: RunConfig) -> Iterator[str]:
         yield f'name = "{config.name}" would put the run outside its own folder; choose a name'
 
 
-_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _streams, _evaluation, _monitor)
+_CHECKS = (
+    _synchronous,
+    _groups,
+    _sampling,
+    _tasks,
+    _training,
+    _streams,
+    _evaluation,
+    _monitor,
+    _parallel,
+)
 
 
 # ----------------------------------------------------------------- what the engine and the algorithm can do

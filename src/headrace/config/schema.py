@@ -372,6 +372,41 @@ class GuardsConfig(Section):
     """I19: no progress for max(this, 10 x the median time between groups) makes a report."""
 
 
+class ParallelConfig(Section):
+    """How many processes train, and how model and batch are split among them. All 1: one process, no splitting.
+
+    A process stands at one place of each axis, so the number of processes is the product of all axes. ``dp_replicate``,
+    ``dp_shard`` and ``ep`` split the batch; ``cp`` splits each packed row, ``tp`` each layer, ``pp`` the stack of
+    layers. Weights, gradients and optimizer state are sharded (FSDP2) over ``dp_shard``, ``ep`` and ``cp``.
+    """
+
+    dp_replicate: int = Field(1, ge=1)
+    """Copies of the sharded model; gradients are summed over them."""
+    dp_shard: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1)
+    """Expert parallel: each of these ranks owns its part of the experts; tokens travel to them."""
+    cp: int = Field(1, ge=1)
+    """Context parallel: tokens of a row are split; attention exchanges heads for tokens (Ulysses)."""
+    tp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1)
+    pp_schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    offload_parameters: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses (accelerators only)."""
+    offload_optimizer: bool = False
+    """Keep a master copy and the optimizer's moments in host memory, and step there."""
+    bucket_bytes: int = Field(256 << 20, ge=1 << 10)
+    """Full weights that one publishing step holds at once; a single larger tensor makes a bucket of its own."""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_data_ranks * self.cp * self.tp * self.pp
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Parts that a minibatch is split into."""
+        return self.dp_replicate * self.dp_shard * self.ep
+
+
 class WaitsConfig(Section):
     """Deadlines of the waits inside the loop, in seconds; each is named in the report when it passes."""
 
@@ -407,6 +442,7 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

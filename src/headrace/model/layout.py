@@ -10,6 +10,7 @@ Legend: B batch (always 1), H query heads, K key-value heads, T tokens of the ro
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -71,6 +72,13 @@ class PackedLayout:
         for chunk in _chunks(replies):
             mask = _tree_mask(tree.prompt_length, chunk, False, dtype, device)
             self._calls.append(_Call(self._add_piece(sum(chunk)), prompt, mask))
+
+    def padded(self, num_tokens: int) -> PackedLayout:
+        """This layout with ``num_tokens`` behind it that see each other only."""
+        out = copy.copy(self)
+        out._pieces, out._calls = [*self._pieces], [*self._calls]
+        out._calls.append(_Call(out._add_piece(num_tokens), None, None))
+        return out
 
     def _add_piece(self, length: int) -> int:
         self._pieces.append(length)

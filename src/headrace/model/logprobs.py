@@ -11,6 +11,9 @@ The last chunk's probabilities are kept for the backward pass; the others are co
 
 Precision: the head's product runs in the model's dtype, everything after it in float32 (float64 for a float64 model).
 
+With tensor parallel each process holds a part of the vocabulary (``OutputHead.shard``) and computes its part of every
+sum; the log-probabilities come out alike on all of them.
+
 Legend: T tokens of the row, U distinct predictors, N trained tokens, C predictors of a chunk, M tokens of a chunk,
 D model, V vocabulary, K largest kept-id set.
 """
@@ -22,10 +25,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.model.head import OutputHead
+from headrace.model.head import OutputHead, VocabShard
 from headrace.model.packing import PackedRow
 
 
@@ -84,6 +88,7 @@ class _Plan:
     num_tokens: int
     scale: float
     softcap: float | None
+    shard: VocabShard | None
 
     @classmethod
     def of(cls, row: PackedRow, head: OutputHead, max_logit_tokens: int) -> _Plan:
@@ -95,7 +100,7 @@ class _Plan:
             chunks.append(_Chunk(start, end, token, row.row_N[token] - start, row.target_N[token], kept))
         plain = bool((row.temperature_U == 1).all())
         temperature = None if plain else row.temperature_U
-        return cls(tuple(chunks), temperature, len(row.row_N), head.scale, head.softcap)
+        return cls(tuple(chunks), temperature, len(row.row_N), head.scale, head.softcap, head.shard)
 
 
 def _pad_kept(row: PackedRow, tokens: list[int]) -> _Kept | None:
@@ -174,6 +179,8 @@ class _ChunkedScores(torch.autograd.Function):
             if needs_bias:
                 grad_bias = grad_CV.sum(0) if grad_bias is None else grad_bias.add_(grad_CV.sum(0))
             del grad_CV
+        if grad_hidden is not None and ctx.plan.shard is not None:
+            dist.all_reduce(grad_hidden, group=ctx.plan.shard.group)
         return grad_hidden, grad_weight, grad_bias, None
 
 
@@ -189,14 +196,14 @@ def _score(chunk: _Chunk, plan: _Plan, hidden_UD: Tensor, weight_VD: Tensor, bia
         logits_CV.mul_(plan.softcap)
     if plan.temperature_U is not None:
         logits_CV.div_(plan.temperature_U[chunk.start : chunk.end, None])
-    logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
-    chosen_M = logits_CV[chunk.row_M, chunk.target_M]
-    kept_probability_MK, kept_normaliser_M, kept_entropy_M = _score_kept(chunk, logits_CV)
+    logits_CV.sub_(_total(logits_CV.amax(dim=1, keepdim=True), plan, dist.ReduceOp.MAX))
+    chosen_M = _total(_pick(logits_CV, chunk.row_M, chunk.target_M, plan), plan)
+    kept_probability_MK, kept_normaliser_M, kept_entropy_M = _score_kept(chunk, logits_CV, plan)
     probability_CV = logits_CV.exp()
-    total_C = probability_CV.sum(dim=1)
+    total_C = _total(probability_CV.sum(dim=1), plan)
     probability_CV.div_(total_C[:, None])
     # sum of p times logit, as a batched dot product: no third [C, V] buffer
-    mean_logit_C = torch.bmm(probability_CV[:, None, :], logits_CV[:, :, None])[:, 0, 0]
+    mean_logit_C = _total(torch.bmm(probability_CV[:, None, :], logits_CV[:, :, None])[:, 0, 0], plan)
     entropy_C = total_C.log() - mean_logit_C
     normaliser_M, entropies_M = total_C.log()[chunk.row_M], entropy_C[chunk.row_M]
     if chunk.kept is not None:
@@ -206,11 +213,38 @@ def _score(chunk: _Chunk, plan: _Plan, hidden_UD: Tensor, weight_VD: Tensor, bia
     return _Scored(chosen_M - normaliser_M, entropies_M, probability_CV, entropy_C, kept_probability_MK, slope_CV)
 
 
-def _score_kept(chunk: _Chunk, logits_CV: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _total(part: Tensor, plan: _Plan, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or maximum) over the parts of the vocabulary."""
+    if plan.shard is not None:
+        dist.all_reduce(part, op=how, group=plan.shard.group)
+    return part
+
+
+def _pick(logits_CV: Tensor, row: Tensor, ids: Tensor, plan: _Plan) -> Tensor:
+    """Logits of ``ids``; 0 for those whose row of the head another process holds."""
+    if plan.shard is None:
+        return logits_CV[row, ids]
+    own = ids - plan.shard.start
+    elsewhere = (own < 0) | (own >= logits_CV.shape[1])
+    return logits_CV[row, own.masked_fill(elsewhere, 0)].masked_fill(elsewhere, 0.0)
+
+
+def _add_at(grad_CV: Tensor, row: Tensor, ids: Tensor, values: Tensor, plan: _Plan) -> None:
+    """Add ``values`` at the ids that this process holds. index_add_ on the flat view adds in a fixed order, also for
+    one id that several tokens of a row share."""
+    if plan.shard is not None:
+        ids = ids - plan.shard.start
+        elsewhere = (ids < 0) | (ids >= grad_CV.shape[1])
+        ids, values = ids.masked_fill(elsewhere, 0), values.masked_fill(elsewhere, 0.0)
+    grad_CV.view(-1).index_add_(0, (row * grad_CV.shape[1] + ids).view(-1), values.reshape(-1))
+
+
+def _score_kept(chunk: _Chunk, logits_CV: Tensor, plan: _Plan) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(probabilities, logsumexp, entropy) over the kept ids only; padding has probability 0."""
     if chunk.kept is None:
         return None, None, None
-    logits_MK = logits_CV[chunk.row_M[chunk.kept.token_M, None], chunk.kept.ids_MK]
+    rows_MK = chunk.row_M[chunk.kept.token_M, None].expand_as(chunk.kept.ids_MK)
+    logits_MK = _total(_pick(logits_CV, rows_MK, chunk.kept.ids_MK, plan), plan)
     logits_MK.masked_fill_(chunk.kept.padding_MK, float("-inf"))
     normaliser_M = logits_MK.logsumexp(dim=1)
     probability_MK = (logits_MK - normaliser_M[:, None]).exp()
@@ -245,9 +279,7 @@ def _logit_gradient(
         entropy_weight_C1 = per_row_C.index_add(0, chunk.row_M, full_entropy_M)[:, None]
         surprise_CV = torch.special.xlogy(grad_CV, grad_CV).add_(grad_CV * scored.entropy_C[:, None])
         grad_CV.mul_(-weight_C1).sub_(surprise_CV.mul_(entropy_weight_C1))
-    # index_add_ on the flat view adds in a fixed order, also for one id that several tokens of a row share
-    flat, width = grad_CV.view(-1), grad_CV.shape[1]
-    flat.index_add_(0, chunk.row_M * width + chunk.target_M, logprob_M)
+    _add_at(grad_CV, chunk.row_M, chunk.target_M, logprob_M, plan)
     if chunk.kept is not None:
         assert scored.kept_probability_MK is not None
         p_MK = scored.kept_probability_MK
@@ -256,8 +288,7 @@ def _logit_gradient(
             log_p_MK = torch.where(p_MK > 0, p_MK, 1).log()
             entropy_kept_M1 = scored.entropies_M[chunk.kept.token_M, None]
             kept_grad_MK -= p_MK * (log_p_MK + entropy_kept_M1) * entropy_M[chunk.kept.token_M, None]
-        kept_place_MK = chunk.row_M[chunk.kept.token_M, None] * width + chunk.kept.ids_MK
-        flat.index_add_(0, kept_place_MK.view(-1), kept_grad_MK.view(-1))
+        _add_at(grad_CV, chunk.row_M[chunk.kept.token_M, None], chunk.kept.ids_MK, kept_grad_MK, plan)
     if scored.slope_CV is not None:
         grad_CV.mul_(scored.slope_CV)
     return grad_CV

@@ -16,12 +16,13 @@ Legend: T tokens of the row, U distinct predictors, N trained tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headrace.model.attention import AttentionLayout
 from headrace.model.layout import PackedLayout, TreeShape
 from headrace.types import AttemptKey, Sample
 
@@ -38,7 +39,7 @@ class PackedRow:
     """Place of each sample in the caller's list."""
     ids_1T: Tensor
     positions_1T: Tensor
-    layout: PackedLayout
+    layout: AttentionLayout
     predictor_U: Tensor
     """Places in the row whose hidden state predicts a trained token; no place twice for one temperature."""
     temperature_U: Tensor
@@ -198,6 +199,43 @@ def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dt
         slot_N=torch.tensor(slot, device=device),
         num_N=tuple(sample.num_trained for _, sample in ordered),
         kept_N=_kept_ids(ordered),
+    )
+
+
+def pad_row(row: PackedRow, num_tokens: int) -> PackedRow:
+    """``row`` with tokens of id 0 behind it, up to ``num_tokens``; nobody attends to them and nothing reads them.
+
+    For places where several processes must agree on a length (pipeline stages, context parallel)."""
+    missing = num_tokens - row.num_tokens
+    if missing <= 0:
+        return row
+    assert isinstance(row.layout, PackedLayout)
+    zeros_1T = row.ids_1T.new_zeros(1, missing)
+    return replace(
+        row,
+        ids_1T=torch.cat((row.ids_1T, zeros_1T), dim=1),
+        positions_1T=torch.cat((row.positions_1T, zeros_1T), dim=1),
+        layout=row.layout.padded(missing),
+    )
+
+
+def empty_row(dtype: torch.dtype, device: torch.device) -> PackedRow:
+    """A row of one token that belongs to no sample and predicts id 0: work for a process that has none left, so that
+    it reaches the same collectives as the others (F95). Its loss must be multiplied by 0."""
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    return PackedRow(
+        samples=(),
+        indices=(),
+        ids_1T=zero[None],
+        positions_1T=zero[None],
+        layout=PackedLayout([TreeShape(0, (1,))], dtype, device),
+        predictor_U=zero,
+        temperature_U=torch.ones(1, dtype=_at_least_float32(dtype), device=device),
+        row_N=zero,
+        target_N=zero,
+        slot_N=zero,
+        num_N=(),
+        kept_N=None,
     )
 
 

@@ -36,6 +36,13 @@ class MinibatchMetrics:
         """Tokens that the weights of this very moment sampled: their ratio must be 1 (I5)."""
         self._fresh_errors.append((current_N - behaviour_N).detach().float().exp().sub(1).abs().cpu())
 
+    def merge(self, other: MinibatchMetrics) -> None:
+        """Add what another process gathered of the same minibatch."""
+        self.add(other._sums, other.loss)
+        self._gaps += other._gaps
+        self._fresh_errors += other._fresh_errors
+        self._entropies += other._entropies
+
     def result(self) -> dict[str, float]:
         """Names and values; a metric about tokens is absent where there was no such token."""
         out = {"loss": self.loss}

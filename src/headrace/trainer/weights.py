@@ -8,12 +8,15 @@ and takes the rounded masters back after each step.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from headrace.config.schema import TrainerConfig
 from headrace.errors import HeadraceError
@@ -22,6 +25,9 @@ from headrace.model.load import LoadedModel
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "trainer.json"
+SHARDS = "shards"
+"""Folder of a checkpoint of several processes, in the form of torch.distributed.checkpoint."""
+SHARD_PREFIX = "weight/"
 
 
 class NonFiniteError(HeadraceError):
@@ -149,9 +155,7 @@ def restore_model(loaded: LoadedModel, path: Path) -> None:
 @torch.no_grad()
 def load_weights(parameters: dict[str, Tensor], masters: dict[str, Tensor], path: Path) -> None:
     """Copy the weights of a trainer checkpoint into ``masters`` and, rounded, into ``parameters``, in place."""
-    if not (path / WEIGHTS_FILE).is_file():
-        raise CheckpointError(f"{path} is no trainer checkpoint: it holds no {WEIGHTS_FILE}")
-    saved = load_file(path / WEIGHTS_FILE)
+    saved = _saved_weights(path, masters)
     wrong = sorted(saved.keys() ^ masters.keys())
     wrong += [name for name in saved.keys() & masters.keys() if saved[name].shape != masters[name].shape]
     if wrong:
@@ -162,6 +166,28 @@ def load_weights(parameters: dict[str, Tensor], masters: dict[str, Tensor], path
     for name, master in masters.items():
         master.copy_(saved[name])
     round_into_model(parameters, masters)
+
+
+def _saved_weights(path: Path, masters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a checkpoint of one process, or of several (whole tensors, as types and names of ``masters`` say)."""
+    if (path / WEIGHTS_FILE).is_file():
+        return load_file(path / WEIGHTS_FILE)
+    if not (path / SHARDS).is_dir():
+        raise CheckpointError(f"{path} is no trainer checkpoint: it holds no {WEIGHTS_FILE}")
+    reader = FileSystemReader(path / SHARDS)
+    described: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    whole = {
+        key.removeprefix(SHARD_PREFIX): torch.empty(tuple(about.size), dtype=torch.float32)
+        for key, about in described.items()
+        if key.startswith(SHARD_PREFIX)
+    }
+    for name, tensor in whole.items():
+        if name in masters:
+            whole[name] = tensor.to(masters[name].dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for: one process reads
+        load_distributed({SHARD_PREFIX + name: t for name, t in whole.items()}, storage_reader=reader, no_dist=True)
+    return whole
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
