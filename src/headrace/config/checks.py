@@ -199,6 +199,14 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _gold(config: RunConfig) -> Iterator[str]:
+    if config.gold is not None and not _evaluates(config):
+        yield (
+            "gold has no effect: its rewards judge the replies of evaluations, and evaluation is off; set "
+            "evaluation.every (the rollout batches between gold checks)"
+        )
+
+
 def _monitor(config: RunConfig) -> Iterator[str]:
     monitor = config.monitor
     for sink in monitor.sink_options:
@@ -211,7 +219,7 @@ def _monitor(config: RunConfig) -> Iterator[str]:
         yield f'name = "{config.name}" would put the run outside its own folder; choose a name'
 
 
-_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _evaluation, _monitor)
+_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _evaluation, _gold, _monitor)
 
 
 # ----------------------------------------------------------------- what the engine and the algorithm can do

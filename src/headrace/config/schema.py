@@ -146,6 +146,15 @@ class RewardConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class GoldConfig(Section):
+    """The gold standard: rewards that judge the replies of each evaluation beside ``rewards``, and are never trained
+    on. They tell whether what the policy gains is worth anything (over-optimisation of a learned reward)."""
+
+    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    on_over_optimisation: Literal["warn", "stop"] = "warn"
+    """What to do where ``rewards`` rise and gold falls, both beyond chance."""
+
+
 # ---------------------------------------------------------------------------------------------- algorithm
 
 
@@ -318,6 +327,7 @@ class RunConfig(Section):
     model: ModelConfig
     tasks: TasksConfig
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    gold: GoldConfig | None = None
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
