@@ -373,7 +373,7 @@ class Loop:
         result = await self.parts.evaluate()
         self.evaluations.append((self.batch_index, result))
         self.parts.watchdog.progress("evaluation")
-        return result.metrics()
+        return result.metrics() | self.parts.check_gold(self.batch_index, result)
 
     async def _checkpoint(self) -> None:
         """Cut here. Order: books say 'cut', files, completeness marker, books say 'checkpoint'."""

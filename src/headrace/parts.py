@@ -13,6 +13,7 @@ from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog, await_with_deadline
 from headrace.daemon_thread import DaemonThread
+from headrace.evaluation.gold import GoldCheck
 from headrace.evaluation.result import EvaluationResult
 from headrace.monitor.fanout import FanOut, SinkHealth
 from headrace.monitor.progress import Progress
@@ -64,6 +65,7 @@ class Parts:
     engine: Engine
     player: Player
     reward: Reward
+    """Of training and, where there is a gold standard, with it: what has to be started and closed."""
     model: PreTrainedModel
     """The trainer's; the engine's too where it shares weights."""
     trainer: PolicyTrainer
@@ -77,6 +79,7 @@ class Parts:
     sinks: FanOut
     progress: Progress
     reporter: Reporter
+    gold_check: GoldCheck | None = None
     restored: Mapping[str, Any] = field(default_factory=dict)
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
 
@@ -145,6 +148,10 @@ class Parts:
         folder.mkdir(exist_ok=True)
         write_atomically(folder / f"version-{self.trainer.version}.json", result.to_json().encode())
         return result
+
+    def check_gold(self, update: int, result: EvaluationResult) -> dict[str, float]:
+        """What the gold standard says of an evaluation; nothing where the run has none."""
+        return {} if self.gold_check is None else self.gold_check.add(update, result)
 
     async def close(self) -> list[SinkHealth]:
         """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -26,6 +27,7 @@ from headrace.environments.registry import check_environments, make_environment
 from headrace.environments.runner import EpisodeRunner
 from headrace.environments.tasks import TaskSplits, build_tasks
 from headrace.errors import ConfigError
+from headrace.evaluation.gold import GoldCheck, recorded_evaluations
 from headrace.model.load import LoadedModel, load_model
 from headrace.model.memory import keep_large_buffers
 from headrace.model.paths import resolve_model_path
@@ -46,6 +48,7 @@ from headrace.record.run_dir import RunDirectory, collect_run_info
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.rewards.build import build_rewards
+from headrace.rewards.composite import with_gold
 from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
@@ -65,6 +68,8 @@ class Checked:
     splits: TaskSplits
     algorithm: Algorithm
     reward: Reward
+    gold: Reward | None = None
+    """Reward and gold standard together, for evaluations: the value is the reward's, gold is a component."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,11 @@ def check_before_work(config: RunConfig) -> Checked:
             "evaluation is on, but there are no held-out tasks; set tasks.held_out_path or tasks.held_out_fraction, "
             "or turn evaluation.every, at_start and at_end off"
         )
-    return Checked(config=config, splits=splits, algorithm=algorithm, reward=build_rewards(config.rewards))
+    reward = build_rewards(config.rewards)
+    gold = None
+    if config.gold is not None:
+        gold = with_gold(reward, build_rewards(config.gold.rewards, where="gold.rewards"))
+    return Checked(config=config, splits=splits, algorithm=algorithm, reward=reward, gold=gold)
 
 
 def load_policy(config: RunConfig) -> Policy:
@@ -148,7 +157,13 @@ def build_engine(config: RunConfig, policy: Policy, version: PolicyVersion) -> T
 
 
 def build_player(
-    config: RunConfig, engine: TransformersEngine, policy: Policy, reward: Reward, watchdog: Watchdog, clock: Clock
+    config: RunConfig,
+    engine: TransformersEngine,
+    policy: Policy,
+    reward: Reward,
+    watchdog: Watchdog,
+    clock: Clock,
+    gold: Reward | None = None,
 ) -> Player:
     """Plays episodes as the configuration says."""
     runner = EpisodeRunner(
@@ -161,7 +176,8 @@ def build_player(
         generation_deadline_s=config.rollout.generation_deadline_s,
         episode_deadline_s=config.rollout.episode_deadline_s,
     )
-    return Player(runner=runner, reward=reward, sampling=Sampling(**config.sampling.model_dump()))
+    sampling = Sampling(**config.sampling.model_dump())
+    return Player(runner=runner, reward=reward, sampling=sampling, evaluation_reward=gold)
 
 
 def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = time.monotonic) -> Parts:
@@ -187,6 +203,10 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
     except BaseException:
         run_dir.close()
         raise
+
+
+def _on_over_optimisation(config: RunConfig) -> Literal["warn", "stop"]:
+    return "warn" if config.gold is None else config.gold.on_over_optimisation
 
 
 def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
@@ -269,13 +289,18 @@ def _connect(
         episodes=record.episodes,
         spans=record.spans,
         sinks=sinks,
-        health=HealthMonitor(config.guards),
+        health=HealthMonitor(config.guards, on_over_optimisation=_on_over_optimisation(config)),
         progress=progress,
         engine=engine,
         reward=checked.reward,
     )
     if checkpoint is not None:
         reporter.remember(record.run_dir.path, trainer.version.number)
+    gold_check = None
+    if checked.gold is not None:
+        gold_check = GoldCheck()
+        for update, result in recorded_evaluations(record.run_dir.path, trainer.version.number):
+            gold_check.add(update, result)
     held_out = checked.splits.held_out
     return Parts(
         config=config,
@@ -283,8 +308,9 @@ def _connect(
         tasks=checked.splits.train,
         held_out=[held_out[i] for i in range(len(held_out))],
         engine=engine,
-        player=build_player(config, engine, policy, checked.reward, watchdog, clock),
-        reward=checked.reward,
+        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
+        reward=checked.gold or checked.reward,
+        gold_check=gold_check,
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,

@@ -96,7 +96,7 @@ class BradleyTerryConfig(Section):
 
 
 class RewardModelConfig(OfflineConfig):
-    """``headrace reward-model``: rows of ``messages`` (or ``prompt``), ``chosen``, ``rejected``, optional ``margin``."""
+    """``headrace reward-model``: rows of ``messages`` (or ``prompt``), ``chosen``, ``rejected``, ``margin``."""
 
     bradley_terry: BradleyTerryConfig = BradleyTerryConfig()
 

@@ -77,9 +77,7 @@ def read_pairs(config: DataConfig) -> Rows[Pair]:
     return _read(config, _pair, ("messages", "prompt", "chosen", "rejected", "margin"), "preference pairs")
 
 
-def _read(
-    config: DataConfig, make: Callable[[Mapping[str, Any], str], R], keys: Sequence[str], what: str
-) -> Rows[R]:
+def _read(config: DataConfig, make: Callable[[Mapping[str, Any], str], R], keys: Sequence[str], what: str) -> Rows[R]:
     rows = _file(config.path, make, keys, what)
     if config.held_out_path is not None:
         held_out = _file(config.held_out_path, make, keys, what)
@@ -129,7 +127,9 @@ def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
     messages = checked_messages(row["messages"], where)
     weights = tuple(_weight(m, f"{where}: message {i}") for i, m in enumerate(messages, start=1))
     if not any(weights):
-        raise ConfigError(f"{where}: no message of the assistant's has a weight above 0, so there is nothing to imitate")
+        raise ConfigError(
+            f"{where}: no message of the assistant's has a weight above 0, so there is nothing to imitate"
+        )
     if messages[0]["role"] == "assistant":
         raise ConfigError(f"{where}: the first message is the assistant's; it must answer something")
     for i, message in enumerate(messages, start=1):
