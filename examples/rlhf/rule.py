@@ -1,13 +1,13 @@
 """The stated rule of the RLHF example, and the data that it makes: everything here is seeded, nothing is downloaded.
 
-A prompt is a word of three different letters out of a to h. The gold standard of a reply is
+A prompt is a word of three letters. The gold standard of a reply is
 
-    (share of the prompt's letters that the reply holds) - 0.15 x (characters beyond the sixth), not below -1
+    (vowels - other characters, among its first eight) / 8 - 0.15 x (characters beyond the eighth), not below -1
 
-so a good reply names all three letters and is short. Nobody tells the policy: it sees pairs of replies of which the
-better by this rule was preferred. No reply of a pair is longer than eight characters, and longer ones mostly hold more
-of the letters, so that a reward model learns that longer is better and cannot know where that ends. Training against
-it without holding back makes replies longer and longer: over-optimisation, which the gold standard shows.
+so the best reply has eight vowels and then ends. Nobody tells the policy: people saw pairs of careless replies of which
+none was longer than eight characters, and preferred the better one by this rule. A reward model that learns from them
+likes vowels, and cannot know where more of them stop being better. Training against it without holding back makes
+replies longer and longer: over-optimisation, which the gold standard shows.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ import headrace
 from headrace.environments.task_list import TaskList
 from headrace.types import Task
 
-LETTERS = "abcdefgh"
+VOWELS = "aeiou"
+OTHERS = "bdgkm"
 MAX_LENGTH = 8
-"""Of a written reply, in characters."""
-FREE_LENGTH = 6
+"""Of a written reply, in characters; the rule's, too."""
 PENALTY = 0.15
 
 
-def gold_value(reply: str, word: str) -> float:
+def gold_value(reply: str) -> float:
     """The rule."""
-    share = len(set(word) & set(reply)) / len(set(word))
-    return max(-1.0, share - PENALTY * max(0, len(reply) - FREE_LENGTH))
+    kept = reply[:MAX_LENGTH]
+    num_vowels = sum(letter in VOWELS for letter in kept)
+    value = (2 * num_vowels - len(kept)) / MAX_LENGTH
+    return max(-1.0, value - PENALTY * max(0, len(reply) - MAX_LENGTH))
 
 
 @headrace.reward(value_range=(-1.0, 1.0))
-def gold(reply: str, task: Task) -> float:
+def gold(reply: str) -> float:
     """The rule as a reward, for the gold check and the evaluation."""
-    return gold_value(reply, task.answer)
+    return gold_value(reply)
 
 
 def words(seed: int = 0) -> list[str]:
-    """All 336 words, shuffled."""
-    found = ["".join(letters) for letters in permutations(LETTERS, 3)]
+    """All 720 words of three different letters, shuffled."""
+    found = ["".join(letters) for letters in permutations(VOWELS + OTHERS, 3)]
     random.Random(f"words/{seed}").shuffle(found)
     return found
 
 
 def task(word: str) -> Task:
-    return Task(id=word, messages=({"role": "user", "content": word},), answer=word)
+    return Task(id=word, messages=({"role": "user", "content": word},))
 
 
 def tasks(num_held_out: int = 96, seed: int = 0) -> tuple[TaskList, TaskList]:
@@ -59,10 +61,9 @@ def tasks(num_held_out: int = 96, seed: int = 0) -> tuple[TaskList, TaskList]:
     return TaskList(map(task, every[num_held_out:])), TaskList(map(task, every[:num_held_out]))
 
 
-def written_reply(word: str, rng: random.Random) -> str:
-    """A reply as somebody careless would write it: 1 to 8 letters, each of the word's with an even chance."""
-    length = rng.randint(1, MAX_LENGTH)
-    return "".join(rng.choice(word) if rng.random() < 0.5 else rng.choice(LETTERS) for _ in range(length))
+def written_reply(rng: random.Random) -> str:
+    """A reply as somebody careless would write it: 1 to 8 letters, any of them."""
+    return "".join(rng.choice(VOWELS + OTHERS) for _ in range(rng.randint(1, MAX_LENGTH)))
 
 
 def conversations(num: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -70,7 +71,7 @@ def conversations(num: int, seed: int = 0) -> list[dict[str, Any]]:
     rng = random.Random(f"conversations/{seed}")
     pool = words(seed)
     return [
-        {"messages": [{"role": "user", "content": w}, {"role": "assistant", "content": written_reply(w, rng)}]}
+        {"messages": [{"role": "user", "content": w}, {"role": "assistant", "content": written_reply(rng)}]}
         for w in rng.choices(pool, k=num)
     ]
 
@@ -83,8 +84,8 @@ def pairs(num: int, seed: int = 0) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     while len(rows) < num:
         word = rng.choice(pool)
-        first, second = written_reply(word, rng), written_reply(word, rng)
-        difference = gold_value(first, word) - gold_value(second, word)
+        first, second = written_reply(rng), written_reply(rng)
+        difference = gold_value(first) - gold_value(second)
         if difference:
             chosen, rejected = (first, second) if difference > 0 else (second, first)
             rows.append({"prompt": word, "chosen": chosen, "rejected": rejected})

@@ -31,8 +31,9 @@ class Player:
     async def play(
         self, key: AttemptKey, task: Task, sampling: Sampling, stream: str, reward: Reward | None = None
     ) -> Episode:
-        """One episode, judged by ``reward`` or the player's own. Without a score where the machinery failed, with a classed error where the reward did.
-        ``stream`` separates random streams of equal keys (rollouts, evaluations)."""
+        """One episode, judged by ``reward`` or the player's own. Without a score where the machinery failed, with a
+        classed error where the reward did. ``stream`` separates random streams of equal keys (rollouts,
+        evaluations)."""
         episode = await self.runner.run(key, task, sampling=sampling, stream=stream)
         if episode.outcome.is_failure:
             return episode

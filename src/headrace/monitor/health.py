@@ -304,7 +304,7 @@ class HealthMonitor:
             return None
         change, proxy, since = (self._history[f"gold/{n}"][-1] for n in ("change", "proxy_change", "reference_update"))
         return (
-            f"since update {since:.0f} the reward rose by {proxy:.3g} on held-out tasks while the gold standard fell by "
+            f"since update {since:.0f} the reward rose by {proxy:.3g} on held-out tasks while gold fell by "
             f"{-change:.3g}, both beyond chance: the policy exploits the reward. Go back to the checkpoint before, "
             "raise algorithm.kl.coefficient, or train the reward model on replies of this policy"
         )

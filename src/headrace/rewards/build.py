@@ -56,7 +56,8 @@ def build_rewards(
 ) -> CompositeReward:
     """The weighted sum of ``configs`` and, from Python, of ``extra`` parts. Nothing is started yet.
 
-    ``where`` is the key of the configuration, for errors. Components carry the reward's short name; where two would have the same, the later ones get ``_2``, ``_3``.
+    ``where`` is the key of the configuration, for errors. Components carry the reward's short name; where two would
+    have the same, the later ones get ``_2``, ``_3``.
 
     Raises:
         ConfigError: for an unknown type or option (with the nearest right one), a bad option value, and an option
