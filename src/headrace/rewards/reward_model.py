@@ -111,7 +111,7 @@ class RewardModelReward(RewardBase):
         if self._server is not None:
             self._server.cancel()
         for waiting in self._waiting:
-            self._settle(waiting, self._error(ErrorClass.INFRASTRUCTURE, "was closed before it had judged"))
+            self._settle(waiting, self._closed())
         self._waiting.clear()
         if self._thread is not None:
             self._thread.stop()
@@ -123,7 +123,12 @@ class RewardModelReward(RewardBase):
         while self._waiting:
             size = min(len(self._waiting), self._options.max_batch_size)
             batch = [self._waiting.popleft() for _ in range(size)]
-            results = await self._pass([(w.messages, w.reply) for w in batch])
+            try:
+                results = await self._pass([(w.messages, w.reply) for w in batch])
+            except asyncio.CancelledError:  # by close()
+                for waiting in batch:
+                    self._settle(waiting, self._closed())
+                raise
             for waiting, result in zip(batch, results, strict=True):
                 self._settle(waiting, result)
 
@@ -152,6 +157,9 @@ class RewardModelReward(RewardBase):
     def _settle(self, waiting: _Waiting, result: ScoreResult) -> None:
         if not waiting.result.done():  # its episode may have been cancelled meanwhile
             waiting.result.set_result(result)
+
+    def _closed(self) -> ScoreError:
+        return self._error(ErrorClass.INFRASTRUCTURE, "was closed before it had judged")
 
     def _error(self, error_class: ErrorClass, message: str) -> ScoreError:
         return ScoreError(error_class=error_class, message=f"reward {self.name!r}: {message}", reward=self.name)
