@@ -1,12 +1,12 @@
 """Over-optimisation: the reward that is trained on rises while the gold standard falls (Gao et al. 2023, FAILURES 168).
 
 At each evaluation the same replies to the same held-out tasks are judged by both, so that two evaluations are compared
-in pairs, task by task. The rule, with N tasks and m earlier evaluations:
+in pairs, task by task. The rule, with m earlier evaluations:
 
 * The reference is the earlier evaluation with the highest gold mean.
-* Gold has fallen where the mean of the per-task differences to it, plus z standard errors, is below 0. z belongs to a
+* Gold has fallen where the mean of the per-task differences to it, plus z standard errors, is below 0; the proxy has
+  risen where its mean of differences to the same evaluation, minus z standard errors, is above 0. z belongs to a
   one-sided level of 0.005 / m: the reference is the best of m, hence lucky, which Bonferroni's m pays for.
-* The proxy has risen where the mean of its differences to the same evaluation, minus 1.96 standard errors, is above 0.
 * Both hold at two evaluations in a row: a policy also wanders by chance, which no sampling error tells.
 
 Fewer than 8 tasks never raise the alarm. Evaluations that are not valid are left out.
@@ -15,7 +15,7 @@ Fewer than 8 tasks never raise the alarm. Evaluations that are not valid are lef
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
@@ -26,7 +26,6 @@ GOLD = "gold"
 """Name of the component that holds the gold standard's value."""
 PROXY = "reward"
 LEVEL = 0.005
-PROXY_Z = 1.96
 MIN_TASKS = 8
 NUM_IN_A_ROW = 2
 
@@ -62,8 +61,13 @@ class GoldCheck:
         metrics = {"gold/mean": interval.mean, "gold/low": interval.low, "gold/high": interval.high}
         if proxy is not None:
             metrics |= {"gold/proxy_mean": proxy.mean, "gold/proxy_low": proxy.low, "gold/proxy_high": proxy.high}
-        now = _Check(_means(result.component_scores(PROXY)), _means(result.component_scores(GOLD)))
-        metrics |= self._compare(now)
+        proxy_means, gold_means = (_means(result.component_scores(name)) for name in (PROXY, GOLD))
+        return metrics | self.judge(update, proxy_means, gold_means)
+
+    def judge(self, update: int, proxy: Mapping[str, float], gold: Mapping[str, float]) -> dict[str, float]:
+        """The rule alone, from task id -> mean of its replies."""
+        now = _Check(dict(proxy), dict(gold))
+        metrics = self._compare(now)
         self._checks.append((update, now))
         return metrics
 
@@ -74,15 +78,16 @@ class GoldCheck:
         gold, gold_error = _difference(reference.gold, now.gold)
         proxy, proxy_error = _difference(reference.proxy, now.proxy)
         z = NormalDist().inv_cdf(1 - LEVEL / len(self._checks))
-        holds = len(now.gold) >= MIN_TASKS and gold + z * gold_error < 0 and proxy - PROXY_Z * proxy_error > 0
+        gold_high, proxy_low = gold + z * gold_error, proxy - z * proxy_error
+        holds = len(now.gold) >= MIN_TASKS and gold_high < 0 < proxy_low
         self._num_in_a_row = self._num_in_a_row + 1 if holds else 0
         return {
             "gold/over_optimised": float(self._num_in_a_row >= NUM_IN_A_ROW),
             "gold/reference_update": float(reference_update),
             "gold/change": gold,
-            "gold/change_high": gold + z * gold_error,
+            "gold/change_high": gold_high,
             "gold/proxy_change": proxy,
-            "gold/proxy_change_low": proxy - PROXY_Z * proxy_error,
+            "gold/proxy_change_low": proxy_low,
         }
 
 
