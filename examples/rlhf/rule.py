@@ -4,10 +4,10 @@ A prompt is a word of three letters. The gold standard of a reply is
 
     (vowels - other characters, among its first eight) / 8 - 0.15 x (characters beyond the eighth), not below -1
 
-so the best reply has eight vowels and then ends. Nobody tells the policy: people saw pairs of careless replies of which
-none was longer than eight characters, and preferred the better one by this rule. A reward model that learns from them
-likes vowels, and cannot know where more of them stop being better. Training against it without holding back makes
-replies longer and longer: over-optimisation, which the gold standard shows.
+and -1 for a reply without any letter. So the best reply has eight vowels and then ends. Nobody tells the policy: people
+saw pairs of careless replies of which none was longer than eight characters, and preferred the better one by this rule.
+A reward model that learns from them likes vowels, and cannot know where more of them stop being better. Training
+against it without holding back makes replies longer and longer: over-optimisation, which the gold standard shows.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ PENALTY = 0.15
 
 def gold_value(reply: str) -> float:
     """The rule."""
+    if not any(letter.isalpha() for letter in reply):
+        return -1.0
     kept = reply[:MAX_LENGTH]
     num_vowels = sum(letter in VOWELS for letter in kept)
     value = (2 * num_vowels - len(kept)) / MAX_LENGTH

@@ -55,7 +55,7 @@ REAL_MODEL: dict[str, Overrides] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="'tiny', or what model.path takes (smollm2-135m)")
-    parser.add_argument("--kl", type=float, default=0.1, help="coefficient of the reference KL; 0 turns it off")
+    parser.add_argument("--kl", type=float, default=0.3, help="coefficient of the reference KL; 0 turns it off")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-batches", type=int, help="rollout batches of the policy")
     parser.add_argument("--output", type=Path, default=Path("runs/rlhf"), help="a new folder")

@@ -33,7 +33,7 @@ def test_reward_model_ranks_held_out_pairs(pipeline: Pipeline) -> None:
 
 def test_honest_policy_raises_gold(pipeline: Pipeline) -> None:
     """With a reference KL gold rises beyond its interval, and there is no alarm."""
-    result = policy(pipeline, "honest", kl=0.1)
+    result = policy(pipeline, "honest", kl=0.3)
     (_, first), (_, last) = result.evaluations[0], result.evaluations[-1]
     before, after = first.component("gold"), last.component("gold")
     assert before is not None and after is not None and before.high < after.low
@@ -67,7 +67,7 @@ def test_dpo_ranks_held_out_pairs(pipeline: Pipeline) -> None:
 def test_alarm_in_five_of_five_and_none_of_five(tmp_path: Path, seed: int) -> None:
     """Issue 3, end criterion 3: each seed has data, model, reward model, policies of its own."""
     pipeline = build(tmp_path, seed)
-    honest = policy(pipeline, "honest", kl=0.1, seed=seed)
+    honest = policy(pipeline, "honest", kl=0.3, seed=seed)
     greedy = policy(pipeline, "greedy", kl=0.0, num_batches=16, seed=seed)
     before, after = (honest.evaluations[i][1].component("gold") for i in (0, -1))
     print(f"seed {seed}: gold {before} -> {after}; alarms at {alarm_updates(greedy)}; greedy gold "
@@ -80,5 +80,5 @@ def test_alarm_in_five_of_five_and_none_of_five(tmp_path: Path, seed: int) -> No
 def test_the_rule_is_what_it_says() -> None:
     """The docstring's formula, by hand."""
     gold = rlhf_fixture.rule.gold_value
-    assert gold("aeiouaei") == 1.0 and gold("") == 0.0 and gold("bb") == -0.25
+    assert gold("aeiouaei") == 1.0 and gold("") == gold(":.") == -1.0 and gold("bb") == -0.25
     assert gold("aeiouaeiou") == pytest.approx(1.0 - 0.3) and gold("a" * 40) == -1.0

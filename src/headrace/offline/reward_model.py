@@ -21,7 +21,7 @@ from headrace.trainer.objectives import BradleyTerry
 from headrace.trainer.offline import OfflineTrainer
 from headrace.types import Sample
 
-NUM_PROBES = 8
+NUM_PROBES = 16
 NUM_FOR_STATISTICS = 1024
 """Training pairs whose scores give mean and standard deviation."""
 
