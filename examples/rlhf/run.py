@@ -122,7 +122,9 @@ class Example:
         text = (HERE / "gold.toml").read_text().replace("rule.py", str(HERE / "rule.py"))
         template = "" if self.is_tiny else '\nchat_template = "chatml"'
         file = self.out / "gold.toml"
-        file.write_text(text.replace('path = "runs/rlhf/sft/export"', f'path = "{self.out / "sft" / "export"}"{template}'))
+        file.write_text(
+            text.replace('path = "runs/rlhf/sft/export"', f'path = "{self.out / "sft" / "export"}"{template}')
+        )
         return file
 
     def _tell(
@@ -145,7 +147,11 @@ class Example:
         first, last = before.accuracy("sampled"), after.accuracy("sampled")
         assert first is not None and last is not None
         beyond = first.high < last.low
-        say("The policy raised gold reward beyond its interval." if beyond else "Gold reward did not rise beyond chance.")
+        say(
+            "The policy raised gold reward beyond its interval."
+            if beyond
+            else "Gold reward did not rise beyond chance."
+        )
         say(f"\nreport: {policy.report}")
         return 0 if beyond or not self.kl else 1
 

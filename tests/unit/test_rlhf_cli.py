@@ -187,3 +187,33 @@ def test_conversation_beyond_the_context_is_refused(tmp_path: Path, model: Path)
     with pytest.raises(ConfigError, match=r"sft\.jsonl, line 41: the example has 7\d tokens.*context of 64"):
         train_sft(restore_as(SftConfig, config, "x"))
     assert not (tmp_path / "long").exists()
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rlhf"
+
+
+def test_example_files_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the documentation tells a newcomer to run loads, and every option in it has an effect (I20)."""
+    from headrace.config.checks import check_config
+    from headrace.config.load import load_as, load_config
+    from headrace.config.offline import check_offline
+
+    data = tmp_path / "runs" / "rlhf"
+    for folder in ("start", "sft/export", "reward-model/export"):
+        (data / folder).mkdir(parents=True)
+    rows(data / "conversations.jsonl", "sft")
+    rows(data / "pairs.jsonl", "dpo")
+    monkeypatch.chdir(tmp_path)
+    for name, schema in (("sft", SftConfig), ("reward_model", RewardModelConfig), ("dpo", DpoConfig)):
+        check_offline(load_as(schema, EXAMPLE / f"{name}.toml"))
+    for name in ("policy", "gold"):
+        check_config(load_config(EXAMPLE / f"{name}.toml"))
+
+
+def test_a_run_without_rollouts_is_evaluated_by_its_export(tmp_path: Path, model: Path) -> None:
+    """``headrace eval runs/sft`` says what to give instead."""
+    from headrace.loop_eval import find_target
+
+    train_sft(restore_as(SftConfig, data(tmp_path, model, "sft"), "x"), tell=lambda text: None)
+    with pytest.raises(ConfigError, match="export"):
+        find_target(str(tmp_path / "run"))

@@ -176,7 +176,7 @@ def run_data(**sections: Any) -> dict[str, Any]:
 
 def test_gold_without_evaluation_is_an_error() -> None:
     """I20: it would never be asked."""
-    with pytest.raises(ConfigError, match="gold has no effect.*evaluation is off"):
+    with pytest.raises(ConfigError, match=r"gold has no effect.*evaluation is off"):
         check_config(restore_config(run_data(), "x"))
     check_config(restore_config(run_data(evaluation={"every": 5}), "x"))
 

@@ -62,9 +62,7 @@ def dpo(loaded: LoadedModel) -> tuple[Objective, list[Sample]]:
     for s in pair_samples(model):
         ids, length = s.ids[:-1], len(s.ids) - 1
         mask = tuple(int(t >= s.prefix_length) for t in range(length))
-        samples.append(
-            replace(s, ids=ids, mask=mask, behaviour_logprobs=(0.0,) * length, versions=(None,) * length)
-        )
+        samples.append(replace(s, ids=ids, mask=mask, behaviour_logprobs=(0.0,) * length, versions=(None,) * length))
     reference = {s.id: -3.0 - i for i, s in enumerate(samples)}
     return Dpo(loaded=loaded, reference=reference, beta=0.3, label_smoothing=0.1, max_logit_tokens=7), samples
 

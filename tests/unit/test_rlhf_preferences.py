@@ -65,7 +65,7 @@ def test_bad_conversation_is_one_error_with_its_line(tmp_path: Path, messages: A
 
 def test_a_row_without_messages_names_what_was_meant(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"mesages": []})
-    with pytest.raises(ConfigError, match="no 'messages' .is 'mesages' meant"):
+    with pytest.raises(ConfigError, match=r"no 'messages' .is 'mesages' meant"):
         read_conversations(DataConfig(path=path))
 
 

@@ -64,9 +64,7 @@ def hidden_state(model: RewardModel, reply: str) -> torch.Tensor:
 
 
 def reward(folder: Path, deadline_s: float = 10.0, **options: Any) -> RewardModelReward:
-    config = RewardConfig(
-        type="reward_model", deadline_s=deadline_s, options={"path": str(folder), **options}
-    )
+    config = RewardConfig(type="reward_model", deadline_s=deadline_s, options={"path": str(folder), **options})
     built = build_rewards([config]).parts[0].reward
     assert isinstance(built, RewardModelReward)
     return built
