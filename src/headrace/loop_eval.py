@@ -66,8 +66,8 @@ def find_target(name: str) -> Target:
     """A run's folder takes its newest complete checkpoint. Raises ConfigError for a run without one."""
     path = Path(name).expanduser().absolute()
     if (path / "run.json").is_file():
-        if "rollout" not in read_run_info(path)["config"]:
-            raise ConfigError(f"{path} is a run without rollouts; evaluate what came out of it: {path / 'export'}")
+        if kind := read_run_info(path).get("kind"):
+            raise ConfigError(f"{path} is a run of headrace {kind}; evaluate what came out of it: {path / 'export'}")
         checkpoints = find_checkpoints(path / "checkpoints")
         if not checkpoints:
             raise ConfigError(f"the run {path} has no complete checkpoint yet; evaluate its model, or resume it first")

@@ -210,10 +210,17 @@ def test_example_files_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         check_config(load_config(EXAMPLE / f"{name}.toml"))
 
 
-def test_a_run_without_rollouts_is_evaluated_by_its_export(tmp_path: Path, model: Path) -> None:
-    """``headrace eval runs/sft`` says what to give instead."""
-    from headrace.loop_eval import find_target
-
-    train_sft(restore_as(SftConfig, data(tmp_path, model, "sft"), "x"), tell=lambda text: None)
-    with pytest.raises(ConfigError, match="export"):
-        find_target(str(tmp_path / "run"))
+def test_other_commands_on_a_run_without_rollouts(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``inspect`` summarises it; ``resume`` and ``eval`` say what to do instead."""
+    config = data(tmp_path, model, "sft")
+    train_sft(restore_as(SftConfig, config, "x"), tell=lambda text: None)
+    run = str(tmp_path / "run")
+    assert main(["inspect", run]) == 0
+    out = capsys.readouterr().out
+    assert "headrace sft" in out and "10 optimizer steps" in out and "eval/nll" in out and f"{run}/export" in out
+    assert main(["resume", run]) == 2
+    assert "headrace sft FILE.TOML --resume" in capsys.readouterr().err
+    assert main(["eval", run, "--tasks", config["data"]["path"]]) == 2
+    assert f"{run}/export" in capsys.readouterr().err

@@ -13,7 +13,7 @@ Legend: D model, S replies of a row.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class RewardModel:
         """In standard deviations of the training replies, around their mean."""
         return (score - self.description.mean) / self.description.std
 
-    def save(self, path: Path, export: Any) -> None:
+    def save(self, path: Path, export: Callable[[LoadedModel, Path], None]) -> None:
         """Write the folder ``path``. ``export(loaded, path)`` writes the backbone: the trainer's room knows how."""
         del self.loaded.model._modules[HEAD_NAME]
         try:

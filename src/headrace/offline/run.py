@@ -37,7 +37,7 @@ from headrace.record.checkpoints import CheckpointStore
 from headrace.record.files import fsync_folder
 from headrace.record.ledger_store import LedgerStore
 from headrace.record.metrics import MetricsWriter
-from headrace.record.run_dir import RunDirectory, collect_run_info
+from headrace.record.run_dir import RunDirectory, collect_run_info, read_run_info
 from headrace.trainer.objectives import Objective
 from headrace.trainer.offline import OfflineTrainer
 from headrace.types import Sample
@@ -237,9 +237,7 @@ def _check_folder(config: OfflineConfig, kind: str, fingerprint: str, resume: bo
                 f"{config.run_dir} holds a run already; go on with --resume, or choose another name or output_dir"
             )
         return
-    run = RunDirectory.open(config.run_dir)
-    run.close()
-    recorded, now = run.info, resolved(config)
+    recorded, now = read_run_info(config.run_dir), resolved(config)
     if recorded.get("kind") != kind:
         raise ConfigError(f"{config.run_dir} is no run of headrace {kind}, so it cannot go on as one")
     if recorded["dataset_fingerprints"] != {"rows": fingerprint}:
