@@ -17,67 +17,68 @@ run, ``wiring.py`` builds the parts, ``control/`` holds the rules as pure logic.
                                                       v                       |
                                                BatchSelector --batch--> plan, forward_backward
 
-What waits for what. Deadlines are keys of the configuration; each wait has a name in the watchdog's report:
+What waits for what. A deadline is a key of the configuration and bounds each single wait (in ``_gather`` all of them
+together); a wait that outlasts it raises DeadlineError with its name. For an attempt that ends in a failed or unscored
+episode, and so does a reward that raises; elsewhere it ends the run:
 
     part           consumes         waits for                    unblocked by     deadline
-    _issue_groups  tasks            nothing: issues what         publish, a       -
-                                    admission has room for       rejected group
-    _attempt       one attempt      engine.generate              the engine       rollout.generation_deadline_s
+    _issue_groups  tasks            nothing: issues what there   (called when     -
+                                    is room for, and returns     room may appear)
+    _attempt       one attempt      engine.generate, in play     the engine       rollout.generation_deadline_s
                                     environment reset, step      the environment  rollout.episode_deadline_s
-                                    reward.score                 verifier workers the rewards' longest deadline_s
-    _gather        finished groups  groups_per_batch groups, no  _settle          waits.rollout_batch_s
-                                    one in flight that overages
+                                    reward.score, in play        verifier workers the rewards' longest deadline_s
+                                    after a failure: its health  the engine       30 s, then it counts as dead
+    _gather        complete groups  groups_per_batch of them, no _settle_ended,   waits.rollout_batch_s
+                                    one in flight that overages  stop
     _update        a rollout batch  the trainer's thread         the trainer      waits.forward_backward_s, optim_step_s
-    _publish       an update        the engine's current decode  the engine       waits.publish_s
-                                    step, then the canary
+    _publish       an update        the trainer's thread, then   trainer, engine  waits.publish_s
+    _pause_engine                   the engine's decode step;
+                                    the new weights, the canary
     _evaluate      held-out tasks   its own episodes             engine, rewards  evaluation.deadline_s
     _checkpoint    a version        the trainer's thread, disk   the disk         waits.checkpoint_s
-    run._watch     heartbeats       any progress                 whatever ends    guards.stall_min_s or 10 x median
+    run._watch     heartbeats       any progress for max(guards.stall_min_s, 10 x the median time between two)
 
 Rules that hold here:
 
 * Staleness is bounded twice. Admission issues at most (max_staleness + version + 1) x groups_per_batch groups, and
   ``_gather`` holds a batch until training without the groups in flight makes none of them older than allowed
-  (on_overage = wait), or masks or drops what is too old (mask, drop). With max_staleness 0 that is the synchronous
-  run: groups are issued in waves, only when nothing is in flight.
-* An episode whose engine dies ends as infrastructure_error: booked as failed, never scored. If the engine does not
-  call itself healthy then, the run ends with EngineDied; ``headrace resume`` issues again what was in flight. If it
-  does, on_failure = refill tries the member again, up to max_retries.
-* An error is not a reward: a score error books the attempt as failed and keeps it out of the baseline.
-* Books before work: 'issued' is on disk before an attempt starts, 'trained' (uncommitted) before its update is
-  published, and it is trained for good once the checkpoint that holds the update is complete.
-* A checkpoint is cut between a publish and the next optimizer step, never inside a batch. It names the groups that
-  were in flight or buffered then: a resume issues exactly those again, then goes on with the cursor.
-* No token is served by weights that are not proved: the engine stays paused from a batch's first optimizer step
-  (shared weights) or from publish (copied weights) until the canary has agreed.
-* Non-finite loss, gradient or weights raise in the trainer before they can be published.
-* Ctrl-C ends the wait for rollouts, lets a running update and its publish finish, checkpoints, says how to resume.
+  (on_overage = wait), or masks the tokens or drops the groups that are too old (mask, drop). With max_staleness 0 that
+  is the synchronous run: groups are issued in waves, when nothing is in flight, and a wave is settled as a whole, in
+  order of keys. Deadlines apart, nothing in it depends on time.
+* Where an attempt fails (engine, environment, their deadlines; not its reward), the engine is asked for its health. If
+  it is dead, the run ends with EngineDied, and the attempt stays 'in flight' in the books. If not, the attempt is
+  booked as failed, never scored, and on_failure says whether its member is tried again. It enters no baseline.
+* Books before work: 'issued' is on disk before an attempt starts, 'trained' before its update is published; it is
+  trained for good once a checkpoint of that update or a later one is complete. Commits are short and on this thread.
+* A checkpoint is cut right after a publish, whenever it is written. It names the groups that were in flight or
+  complete and untrained then: a resume issues exactly those again, with the same keys and so the same seeds, then
+  goes on with the cursor; what the books say after the cut is taken back.
+* The engine stays paused from a batch's first optimizer step (shared weights), or from update_weights (copied weights),
+  until the canary has agreed, so that no token is served by weights that are not proved: at start and at every publish,
+  unless guards.canary_every makes it rarer.
+* What raises here ends the run without a further checkpoint: a failed check (tokens, masks, ratio, canary, books,
+  error share), non-finite loss, gradient or weights (before they are published), a health check that says stop.
+* Ctrl-C (``stop``) ends the wait for rollouts, gives up evaluations, lets the update and publish of a complete batch
+  finish, and checkpoints; ``headrace resume`` goes on. ``run.py`` prints that, and every error with what to do.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.control.admission import Admission
-from headrace.control.checks import (
-    check_error_share,
-    check_first_ratio,
-    check_group,
-    check_prefixes,
-    check_sample,
-    check_trained_once,
-)
+from headrace.control.checks import check_error_share, check_first_ratio, check_group
 from headrace.control.cursor import TaskCursor
 from headrace.control.grouping import Complete, Discard, GroupAssembler, Retry
-from headrace.control.samples import samples_from_episode
+from headrace.control.samples import checked_samples
 from headrace.control.staleness import BatchSelector, mask_overage, overage_in_flight
 from headrace.errors import HeadraceError
 from headrace.evaluation.result import EvaluationResult
 from headrace.parts import Parts
 from headrace.reporting import TrainRecord, failure_class
-from headrace.types import AttemptKey, Episode, Group, RolloutBatch, Sample, Task
+from headrace.types import AttemptKey, Episode, Group, RolloutBatch, Task
 
 T = TypeVar("T")
 
@@ -123,6 +124,10 @@ class Loop:
         self._engine_is_paused = False
         self._changed = asyncio.Event()
         self._attempts: dict[AttemptKey, asyncio.Task[None]] = {}
+        self._unsettled: list[Episode] = []
+        """Ended episodes of the running wave; their attempts are in flight in the books."""
+        self._cut: dict[str, Any] = {}
+        """What a checkpoint of this version holds besides the trainer."""
         if parts.restored:
             self.cursor.restore(parts.restored["cursor"])
             self.admission.restore(self.batch_index)
@@ -131,13 +136,15 @@ class Loop:
         """All batches, one after another, until done or asked to stop; then the last checkpoint."""
         async with asyncio.TaskGroup() as self._tasks:
             try:
+                await self._prove()
                 if self.batch_index == 0 and self.config.evaluation.at_start:
                     await self._evaluate()
                 while self.batch_index < self.config.trainer.num_batches:
                     await self._one_batch()
-                    self._raise_if_stopping()
+                    if self.stop_requested:
+                        raise StopRequested
             except StopRequested:
-                self.parts.progress.note("stopping: writing a checkpoint")
+                self.parts.progress.note("stopping at the next safe point")
             finally:
                 for attempt in self._attempts.values():
                     attempt.cancel()
@@ -146,6 +153,7 @@ class Loop:
     def stop(self) -> None:
         """Ask the loop to end at the next safe point."""
         self.stop_requested = True
+        self.parts.give_up_evaluation()
         self._changed.set()
 
     async def _one_batch(self) -> None:
@@ -161,7 +169,8 @@ class Loop:
         published_s = clock()
         if not self.is_synchronous:
             self._issue_groups()  # before evaluation and checkpoint, so that decoding does not wait for them
-        evaluation, checkpoint, is_last = self.config.evaluation, self.config.checkpoint, self._is_last()
+        evaluation, checkpoint = self.config.evaluation, self.config.checkpoint
+        is_last = self.batch_index == self.config.trainer.num_batches
         if (evaluation.every and self.batch_index % evaluation.every == 0) or (is_last and evaluation.at_end):
             metrics |= await self._evaluate()
         metrics |= {
@@ -174,13 +183,6 @@ class Loop:
         self.ended = []
         if checkpoint.every and self.batch_index % checkpoint.every == 0 and not is_last:
             await self._checkpoint()
-
-    def _is_last(self) -> bool:
-        return self.batch_index == self.config.trainer.num_batches
-
-    def _raise_if_stopping(self) -> None:
-        if self.stop_requested:
-            raise StopRequested
 
     # -------------------------------------------------------------------------------------------- rollouts
 
@@ -204,16 +206,27 @@ class Loop:
 
     async def _attempt(self, key: AttemptKey, task: Task) -> None:
         episode = await self.parts.player.play(key, task, self.parts.player.sampling, "rollout")
-        del self._attempts[key]
         self.parts.reporter.episode_ended(episode)
-        if episode.outcome.is_failure and not await self.parts.engine.healthy():
+        if episode.outcome.is_failure and not await self.parts.engine_is_healthy():
             raise EngineDied(f"the engine died; its last words, to attempt {key}: {episode.error}")
-        self._settle(episode)
+        self._unsettled.append(episode)
+        if not self.is_synchronous or len(self._unsettled) == len(self._attempts):
+            self._settle_ended()
+
+    def _settle_ended(self) -> None:
+        """Settle what ended. Synchronous runs settle a whole wave, in order of keys, so that no retry, no replacement
+        and no sum depends on whose reply was judged first."""
+        ended, self._unsettled = sorted(self._unsettled, key=lambda e: e.key), []
+        for episode in ended:
+            del self._attempts[episode.key]
+        for episode in ended:
+            self._settle(episode)
+        self._issue_groups()  # commits a retry's 'issued', too
+        self._changed.set()
 
     def _settle(self, episode: Episode) -> None:
         """Book an ended attempt and do what its group now calls for."""
         self.ended.append(episode)
-        self.parts.watchdog.progress(f"episode {episode.key}")
         if not episode.is_scored:
             self.parts.record.ledger.fail([episode.key], failure_class(episode))
             self.parts.reporter.not_trained([episode], f"failed:{failure_class(episode)}", self.batch_index + 1)
@@ -226,12 +239,10 @@ class Loop:
             self._drop_group(decision.group_id, decision.episodes, decision.reason)
         elif isinstance(decision, Complete):
             self._finish_group(decision.group)
-        self._issue_groups()  # commits a retry's 'issued', too
-        self._changed.set()
 
     def _finish_group(self, group: Group) -> None:
-        """A complete group waits for its batch, or is filtered out and replaced (dynamic sampling). After
-        max_filter_factor batches' worth of filtered groups the rest of this batch is taken as it comes."""
+        """A complete group waits for its batch, or is filtered out and replaced (dynamic sampling), until a batch has
+        cost max_filter_factor times its groups: then the rest of it is taken as it comes."""
         rollout = self.config.rollout
         check_group(group, rollout.group_size, rollout.min_group_size)
         may_filter = self.num_filtered < (rollout.max_filter_factor - 1) * rollout.groups_per_batch
@@ -244,13 +255,13 @@ class Loop:
         del self.issued_at[group.id]
 
     def _drop_group(self, group_id: int, episodes: Sequence[Episode], reason: str) -> None:
-        """A group that will not be trained, and never was complete: its place is free again."""
+        """A group that will not be trained and was not accepted: its place is free again."""
         self.admission.reject()
         del self.issued_at[group_id]
         self._drop_episodes(group_id, episodes, reason)
 
     def _drop_episodes(self, group_id: int, episodes: Sequence[Episode], reason: str) -> None:
-        """Scored attempts are dropped; the others are booked as failed already."""
+        """Of episodes that ended, the scored ones are dropped; the others are booked as failed already."""
         scored = [e for e in episodes if e.is_scored]
         if scored:
             self.parts.record.ledger.drop([e.key for e in scored], reason)
@@ -261,21 +272,18 @@ class Loop:
         """Wait for the groups of the next batch, and for those in flight that the next step would make too old."""
         deadline_at_s = self.parts.clock() + self.config.waits.rollout_batch_s
         while True:
-            self._issue_groups()
             selection = self.selector.select(list(self.ready.values()), self.issued_at, self.batch_index)
             self._drop_stale(selection.stale)
+            self._issue_groups()  # also what a drop made room for
             if selection.batch:
                 break
-            self._raise_if_stopping()
+            if self.stop_requested:
+                raise StopRequested
             self._changed.clear()
             held = f", held by the age of groups {selection.held_by} in flight" if selection.held_by else ""
-            await self.parts.wait(
-                self._changed.wait(),
-                waiter="loop",
-                on="rollouts",
-                what=f"batch {self.batch_index} ({selection.num_missing} groups missing{held})",
-                deadline_s=max(0.001, deadline_at_s - self.parts.clock()),
-            )
+            what = f"batch {self.batch_index} ({selection.num_missing} groups missing{held})"
+            left_s = max(0.001, deadline_at_s - self.parts.clock())
+            await self.parts.wait(self._changed.wait(), waiter="loop", on="rollouts", what=what, deadline_s=left_s)
         self.num_filtered = 0
         check_error_share(self.ended, self.config.guards.max_error_share)
         return self._close_batch(selection.batch)
@@ -297,16 +305,9 @@ class Loop:
 
     def _close_batch(self, groups: Sequence[Group]) -> RolloutBatch:
         """Groups -> samples, checked token by token (I1, I2)."""
-        samples: list[Sample] = []
         for group in groups:
             del self.ready[group.id]
-            for episode in group.scored:
-                own = samples_from_episode(episode, f"group-{group.id}", self.config.sampling.temperature)
-                check_trained_once(own, episode)
-                for sample in own:
-                    check_sample(sample, episode, self.batch_index)
-                samples += own
-        check_prefixes(samples)
+        samples = checked_samples(groups, self.config.sampling.temperature, self.batch_index)
         if self.config.rollout.on_overage == "mask":
             samples = [mask_overage(s, self.batch_index, self.config.rollout.max_staleness) for s in samples]
         self.admission.close_batch(len(groups))
@@ -347,14 +348,19 @@ class Loop:
         await self._pause_engine()
         await self._on_engine(self.parts.engine.update_weights(update), f"update_weights to {update.version}")
         self.batch_index += 1
-        metrics: dict[str, float] = {}
-        if self.batch_index % self.config.guards.canary_every == 0:
-            proof = self.parts.canary.prove(update.version, self.parts.trainer_checksums)
-            metrics["canary/max_gap"] = (await self._on_engine(proof, f"canary of {update.version}")).max_gap
+        is_due = self.batch_index % self.config.guards.canary_every == 0
+        metrics = await self._prove() if is_due else {}
         await self._on_engine(self.parts.engine.resume(), "resume")
         self._engine_is_paused = False
+        self._cut = self.parts.cut(self.batch_index, self.cursor.state())
         self.parts.watchdog.progress(f"published {update.version}")
         return metrics
+
+    async def _prove(self) -> dict[str, float]:
+        """Raises SyncError unless the engine serves the trainer's weights; other requests stand still meanwhile."""
+        version = self.parts.trainer.version
+        proof = await self._on_engine(self.parts.canary.prove(version), f"canary of {version}")
+        return {"canary/max_gap": proof.max_gap}
 
     async def _pause_engine(self) -> None:
         if not self._engine_is_paused:
@@ -371,27 +377,17 @@ class Loop:
         """Held-out tasks on the current version. It stays pinned: nothing publishes while the loop waits here."""
         self.parts.progress.update({}, phase="evaluation")
         result = await self.parts.evaluate()
+        if result is None:
+            return {}  # given up: somebody asked the run to stop
         self.evaluations.append((self.batch_index, result))
-        self.parts.watchdog.progress("evaluation")
         return result.metrics() | self.parts.check_gold(self.batch_index, result)
 
     async def _checkpoint(self) -> None:
-        """Cut here. Order: books say 'cut', files, completeness marker, books say 'checkpoint'."""
-        parts, update = self.parts, self.batch_index
-        if parts.record.ledger.committed_update == update:
+        """Write what was cut at this version's publish."""
+        ledger, update = self.parts.record.ledger, self.batch_index
+        if ledger.committed_update == update:
             return  # this very version is safe already
         owed = [*self._attempts, *(e.key for g in self.ready.values() for e in g.scored)]
         owed += [e.key for g in self.assembler.open_groups for e in self.assembler.ended(g) if e.is_scored]
-        parts.record.ledger.check(in_flight=owed, full=True)  # issued = trained + dropped + failed + in flight (I10)
-        state = {"batch_index": update, "cursor": self.cursor.state(), "ledger": parts.record.ledger_store.position}
-        parts.record.ledger.cut(update)
-        parts.record.ledger_store.commit()
-        deadline_s = self.config.waits.checkpoint_s
-        await parts.on_trainer(parts.save_checkpoint, update, state, what=f"checkpoint {update}", deadline_s=deadline_s)
-        oldest = parts.record.checkpoints.oldest()
-        parts.record.ledger.checkpoint(update, None if oldest is None else oldest.step)
-        parts.record.ledger_store.commit()
-        segments = parts.record.episodes.rotate()
-        await parts.on_trainer(
-            parts.record.episodes.compact, segments, what="compacting episodes", deadline_s=deadline_s
-        )
+        ledger.check(in_flight=owed, full=True)  # issued = trained + dropped + failed + in flight (I10)
+        await self.parts.write_checkpoint(update, self._cut)

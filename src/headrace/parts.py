@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from headrace.algorithms.fields import Minibatch
 from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
-from headrace.control.watchdog import Watchdog, await_with_deadline
+from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
 from headrace.daemon_thread import DaemonThread
 from headrace.evaluation.gold import GoldCheck
 from headrace.evaluation.result import EvaluationResult
@@ -21,6 +22,7 @@ from headrace.player import Player
 from headrace.protocols import Algorithm, Clock, Engine, Reward, TaskSource, WeightUpdate
 from headrace.record.checkpoints import CheckpointStore
 from headrace.record.episodes import EpisodeWriter
+from headrace.record.files import RecordError
 from headrace.record.ledger_store import LedgerStore
 from headrace.record.metrics import MetricsWriter
 from headrace.record.run_dir import RunDirectory, write_atomically
@@ -30,9 +32,14 @@ from headrace.trainer.plan import plan_update
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import RolloutBatch, Task
 from headrace.weights.canary import Canary
-from headrace.weights.checksums import checksums, named_parameters
+from headrace.weights.checksums import named_parameters
 
 T = TypeVar("T")
+
+CLOSE_DEADLINE_S = 30.0
+"""For an engine or a reward to let go of what it holds."""
+HEALTH_DEADLINE_S = 30.0
+"""For an engine to say whether it lives."""
 
 
 @dataclass(kw_only=True)
@@ -49,9 +56,16 @@ class Record:
     metrics: MetricsWriter
 
     def close(self) -> None:
+        """Close every file, also where one of them cannot be written any more, and raise what that one said."""
+        errors: list[RecordError] = []
         for file in (self.ledger_store, self.episodes, self.spans, self.metrics):
-            file.close()
+            try:
+                file.close()
+            except RecordError as error:
+                errors.append(error)
         self.run_dir.close()
+        if errors:
+            raise errors[0]
 
 
 @dataclass(kw_only=True)
@@ -82,6 +96,8 @@ class Parts:
     gold_check: GoldCheck | None = None
     restored: Mapping[str, Any] = field(default_factory=dict)
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
+    _evaluation: asyncio.Task[EvaluationResult] | None = field(default=None, init=False)
+    _evaluations_are_given_up: bool = field(default=False, init=False)
 
     @property
     def shares_weights(self) -> bool:
@@ -135,15 +151,49 @@ class Parts:
 
     # --------------------------------------------------------------------------- called by the loop
 
-    def trainer_checksums(self) -> dict[str, str]:
-        """Of the weights that the trainer holds now (I6)."""
-        return checksums(named_parameters(self.model).items())
+    def cut(self, number: int, cursor: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the state of this moment for a checkpoint of version ``number``; the books say so. The trainer's part
+        is not in it: it stands still until the next optimizer step."""
+        self.record.ledger.cut(number)
+        return {"batch_index": number, "cursor": cursor, "ledger": self.record.ledger_store.position}
 
-    async def evaluate(self) -> EvaluationResult:
-        """The held-out tasks on the engine's current version; the result is a file of the run."""
+    async def write_checkpoint(self, number: int, state: dict[str, Any]) -> None:
+        """Order: books say 'cut' (they do in memory already), files, completeness marker, books say 'checkpoint'."""
+        record, deadline_s = self.record, self.config.waits.checkpoint_s
+        record.ledger_store.commit()
+        what = f"checkpoint {number}"
+        await self.on_trainer(self.save_checkpoint, number, state, what=what, deadline_s=deadline_s)
+        oldest = record.checkpoints.oldest()
+        record.ledger.checkpoint(number, None if oldest is None else oldest.step)
+        record.ledger_store.commit()
+        segments = record.episodes.rotate()
+        what = "compacting episodes"
+        await self.on_trainer(record.episodes.compact, segments, what=what, deadline_s=deadline_s)
+
+    async def engine_is_healthy(self) -> bool:
+        """False also where the engine does not even answer that."""
+        call, deadline_s = self.engine.healthy(), HEALTH_DEADLINE_S
+        try:
+            return await self.wait(call, waiter="loop", on="engine", what="its health", deadline_s=deadline_s)
+        except DeadlineError:
+            return False
+
+    async def evaluate(self) -> EvaluationResult | None:
+        """The held-out tasks on the engine's current version; the result is a file of the run. None where it was given
+        up. Its deadline is evaluation.deadline_s."""
+        if self._evaluations_are_given_up:
+            return None
         config = self.config
         concurrency = config.rollout.max_concurrent
-        result = await self.player.evaluate(self.held_out, config.evaluation, concurrency=concurrency)
+        play = self.player.evaluate(self.held_out, config.evaluation, concurrency=concurrency)
+        self._evaluation = asyncio.create_task(play, name="evaluation")
+        try:
+            await asyncio.wait({self._evaluation})
+        finally:
+            self._evaluation.cancel()
+        if self._evaluation.cancelled():
+            return None
+        result = self._evaluation.result()
         folder = self.record.run_dir.path / "evaluations"
         folder.mkdir(exist_ok=True)
         write_atomically(folder / f"version-{self.trainer.version}.json", result.to_json().encode())
@@ -153,12 +203,21 @@ class Parts:
         """What the gold standard says of an evaluation; nothing where the run has none."""
         return {} if self.gold_check is None else self.gold_check.add(update, result)
 
+    def give_up_evaluation(self) -> None:
+        """End the one that runs, and make no other: the run is about to stop."""
+        self._evaluations_are_given_up = True
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+
     async def close(self) -> list[SinkHealth]:
         """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""
-        await self.engine.close()
-        await self.reward.close()
-        self.trainer_thread.stop()
-        self.record.close()
-        sinks = self.sinks.close()
         self.progress.stop()
+        for name, call in (("engine", self.engine.close()), ("reward", self.reward.close())):
+            try:
+                await self.wait(call, waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
+            except DeadlineError as error:
+                self.progress.note(str(error))
+        self.trainer_thread.stop()
+        sinks = self.sinks.close()
+        self.record.close()
         return sinks

@@ -35,6 +35,7 @@ class Player:
         classed error where the reward did. ``stream`` separates random streams of equal keys (rollouts,
         evaluations)."""
         episode = await self.runner.run(key, task, sampling=sampling, stream=stream)
+        self.runner.watchdog.progress(f"episode {key}")
         if episode.outcome.is_failure:
             return episode
         reward = reward or self.reward
@@ -50,6 +51,9 @@ class Player:
             )
         except DeadlineError as error:
             result = ScoreError(error_class=ErrorClass.TIMEOUT, message=str(error), reward=name)
+        except Exception as error:  # a third party's reward class; its own functions never get here
+            message = f"{type(error).__name__}: {error}"
+            result = ScoreError(error_class=ErrorClass.EXCEPTION, message=message, reward=name)
         return replace(episode, score=check_score(result, reward.value_range, name))
 
     async def evaluate(self, tasks: Sequence[Task], config: EvaluationConfig, *, concurrency: int) -> EvaluationResult:

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.config.schema import RunConfig
-from headrace.control.checks import GuardError
-from headrace.control.watchdog import DeadlineError
 from headrace.errors import HeadraceError
 from headrace.evaluation.result import EvaluationResult
 from headrace.loop import Loop
 from headrace.monitor.report import write_curve_png, write_report
 from headrace.parts import Parts
-from headrace.trainer.weights import NonFiniteError
 from headrace.wiring import build_parts
 
 WATCH_INTERVAL_S = 5.0
@@ -32,7 +29,7 @@ class StallError(HeadraceError):
 
 
 class RunFailed(HeadraceError):
-    """A guard or a deadline ended the run. The message says what, where, and how to go on."""
+    """A guard, a deadline or a part that failed ended the run. The message says what, where, and how to go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +60,10 @@ async def _train(config: RunConfig, resume_from: Path | None) -> TrainResult:
         loop = await _run(parts)
     except BaseException as error:
         failure = _explained(parts, first_cause(error))
-        await _leave(parts)
+        try:
+            await _leave(parts)
+        except Exception as second:  # told, but it must not hide why the run ended
+            print(f"headrace: while the run was closed: {type(second).__name__}: {second}", file=sys.stderr)
         raise failure from error
     await _leave(parts)
     return TrainResult(
@@ -116,10 +116,15 @@ async def _watch(parts: Parts) -> None:
                 raise StallError(f"the run stands still and was ended. {report}\n{_how_to_resume(parts)}")
 
 
-def _write_stall_report(parts: Parts, report: str) -> Path:
+def _write_stall_report(parts: Parts, report: str) -> str:
+    """Returns where it is: on a full disk, only in the terminal."""
     path = parts.record.run_dir.path / "stall-report.txt"
-    path.write_text(report + "\n")
-    return path
+    try:
+        path.write_text(report + "\n")
+    except OSError as error:
+        print(report, file=sys.stderr)
+        return f"above ({path} could not be written: {error.strerror})"
+    return str(path)
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -130,8 +135,8 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def _explained(parts: Parts, cause: BaseException) -> BaseException:
-    """What a guard or a deadline said, and how to go on; anything else as it is."""
-    if not isinstance(cause, (GuardError, DeadlineError, NonFiniteError)):
+    """What a guard, a deadline or a part that failed said, and how to go on. Defects stay as they are."""
+    if not isinstance(cause, HeadraceError) or isinstance(cause, StallError):
         return cause
     path = _write_stall_report(parts, parts.watchdog.report_text())
     return RunFailed(f"{cause}\nWho waited on whom: {path}\n{_how_to_resume(parts)}")

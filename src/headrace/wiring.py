@@ -53,6 +53,7 @@ from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
 from headrace.weights.canary import Canary
+from headrace.weights.checksums import checksums, named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights
 
 NUM_CANARY_PROMPT_TOKENS = 8
@@ -315,7 +316,14 @@ def _connect(
         trainer=trainer,
         trainer_thread=trainer_thread,
         algorithm=checked.algorithm,
-        canary=Canary(engine, score, canary_prompt, bound=bound),
+        canary=Canary(
+            engine,
+            score,
+            canary_prompt,
+            bound=bound,
+            trainer_checksums=lambda: checksums(named_parameters(policy.loaded.model).items()),
+            shares_weights=config.engine.weights == "shared",
+        ),
         max_ratio_error=bound,
         watchdog=watchdog,
         record=record,

@@ -211,3 +211,33 @@ def test_group_scores_keep_their_order() -> None:
     by_reply = CompositeReward([Part(CallableReward(lambda reply: int(reply) / 10, name="r"))])
     results = asyncio.run(by_reply.score_group(group))
     assert [r.value for r in results if isinstance(r, Score)] == [0.0, 0.1, 0.2, 0.3]
+
+
+def test_many_calls_at_once_of_a_plain_function_are_no_hang() -> None:
+    """F120: only calls that outlast their deadline count as stuck, not those that are merely running."""
+    import asyncio
+    import threading
+
+    from headrace.rewards.in_process import MAX_STUCK_THREADS, CallableReward
+    from headrace.types import AttemptKey, Episode, Outcome, Score, Task, Trace, Turn
+
+    num_calls = 4 * MAX_STUCK_THREADS
+    barrier = threading.Barrier(num_calls)
+
+    def slow(reply: str) -> float:
+        barrier.wait(timeout=30)  # all of them run at the same time, or none returns
+        return 1.0
+
+    episode = Episode(
+        key=AttemptKey(0, 0),
+        task=Task(id="t", messages=({"role": "user", "content": "?"},)),
+        turns=(Turn(reply="x"),),
+        trace=Trace(),
+        outcome=Outcome.DONE,
+    )
+
+    async def main() -> list[object]:
+        reward = CallableReward(slow, deadline_s=30)
+        return list(await asyncio.gather(*(reward.score(episode) for _ in range(num_calls))))
+
+    assert all(isinstance(result, Score) for result in asyncio.run(main()))

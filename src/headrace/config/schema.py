@@ -226,8 +226,9 @@ class TrainerConfig(Section):
     """Optimizer steps that a rollout batch is split into, for each epoch."""
     num_epochs: int = Field(1, ge=1)
     """Passes over a rollout batch."""
-    max_microbatch_tokens: int = Field(8192, ge=16)
-    """Packed tokens of one forward and backward pass; a longer sample gets a micro-batch of its own."""
+    max_microbatch_tokens: int = Field(1024, ge=16)
+    """Packed tokens of one forward and backward pass; a longer sample gets a micro-batch of its own. What suits a
+    CPU's caches is the default; a GPU wants several times as many."""
     max_logit_tokens: int = Field(1024, ge=1)
     """Trained tokens whose [., V] logits are held at once."""
     skip_zero_gradient: bool = True

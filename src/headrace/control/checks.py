@@ -57,7 +57,7 @@ def check_sample(sample: Sample, episode: Episode, current_version: int | None =
                     f"mask is 1 on id {t}, which came from the {segment.source}",
                     "only ids that the engine sampled may be trained in the rl stream",
                 )
-            if sample.behaviour_logprobs[t] != engine[0][offset] or sample.versions[t] != engine[1][offset]:
+            if _differ(sample.behaviour_logprobs[t], engine[0][offset]) or sample.versions[t] != engine[1][offset]:
                 raise GuardError(
                     "D4",
                     where,
@@ -179,6 +179,11 @@ def _branch_of(sample: Sample, episode: Episode, where: str) -> tuple[int, ...]:
             "I1", where, f"it has {len(sample.ids)} ids, its branch {num_ids}", "train the recorded ids, all of them"
         )
     return branch
+
+
+def _differ(a: float, b: float) -> bool:
+    """A NaN that was carried faithfully is no slip; it is refused for what it is."""
+    return a != b and not (math.isnan(a) and math.isnan(b))
 
 
 def _check_numbers(sample: Sample, where: str, current_version: int | None) -> None:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from headrace.control.checks import GuardError
-from headrace.types import Episode, Outcome, PolicyVersion, Sample, Segment, Source
+from collections.abc import Sequence
+
+from headrace.control.checks import GuardError, check_prefixes, check_sample, check_trained_once
+from headrace.types import Episode, Group, Outcome, PolicyVersion, Sample, Segment, Source
 
 _TRUNCATED = frozenset({Outcome.TRUNCATED, Outcome.CONTEXT_LIMIT})
+
+
+def checked_samples(groups: Sequence[Group], temperature: float, current_version: int) -> list[Sample]:
+    """The samples of all scored episodes, group by group, each compared id by id with the trace it came from (I1, I2);
+    ``current_version`` is the number of the newest published version. Raises GuardError."""
+    samples: list[Sample] = []
+    for group in groups:
+        for episode in group.scored:
+            own = samples_from_episode(episode, f"group-{group.id}", temperature)
+            check_trained_once(own, episode)
+            for sample in own:
+                check_sample(sample, episode, current_version)
+            samples += own
+    check_prefixes(samples)
+    return samples
 
 
 def samples_from_episode(episode: Episode, group_prefix_key: str, temperature: float) -> list[Sample]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -34,6 +35,10 @@ from headrace.types import (
 )
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+CLEAN_UP_DEADLINE_S = 10.0
+"""For telling an engine to drop a request, and for closing the environment of a cancelled episode."""
 
 
 def attempt_seed(run_seed: int, key: AttemptKey, turn: int = 0, stream: str = "rollout") -> int:
@@ -109,19 +114,24 @@ class _Play:
 
     async def to_end(self) -> tuple[Outcome, str | None]:
         """Plays, then closes the environment; one that cannot be closed is a leak, and the episode failed by it."""
-        environment = self.runner.make_environment(self.task)
         try:
-            outcome, error = await self._turns(environment)
+            environment = self.runner.make_environment(self.task)
+        except Exception as error:
+            return Outcome.ENVIRONMENT_ERROR, self._environment_error("making", error)
+        try:
+            outcome, message = await self._turns(environment)
         except _EpisodeEnd as end:
-            outcome, error = end.outcome, end.error
+            outcome, message = end.outcome, end.error
         except asyncio.CancelledError:
-            await environment.close()
+            await self._clean_up(f"environment {self.task.environment}", "close", environment.close())
             raise
         try:
             await self._environment_call("close", environment.close())
         except _EpisodeEnd as end:
-            return end.outcome, end.error
-        return outcome, error
+            if not outcome.is_failure:
+                return end.outcome, end.error
+            return outcome, f"{message}; and then: {end.error}"
+        return outcome, message
 
     async def _turns(self, environment: Environment) -> tuple[Outcome, str | None]:
         runner = self.runner
@@ -156,7 +166,7 @@ class _Play:
 
     async def _generate(self, turn: int) -> tuple[str, float, FinishReason]:
         runner = self.runner
-        self._render_prompt()
+        self._render_prompt(turn)
         max_context = runner.engine.capabilities.max_context
         if max_context and len(self._leaf_ids) + self.sampling.max_new_tokens > max_context:
             raise _EpisodeEnd(
@@ -182,13 +192,16 @@ class _Play:
                 deadline_s=runner.generation_deadline_s,
             )
         except DeadlineError as error:
-            await runner.engine.abort(request.id)
+            await self._clean_up("engine", "abort", runner.engine.abort(request.id))
             raise _EpisodeEnd(Outcome.TIMEOUT, str(error)) from error
         except asyncio.CancelledError:
-            await runner.engine.abort(request.id)
+            await self._clean_up("engine", "abort", runner.engine.abort(request.id))
             raise
         except Exception as error:
             raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, f"engine: {type(error).__name__}: {error}") from error
+        if generation.request_id != request.id:
+            message = f"engine: it answered request {generation.request_id} where {request.id} was asked (D12)"
+            raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, message)
         if generation.finish_reason == "abort":
             raise _EpisodeEnd(Outcome.CANCELLED, f"the engine aborted turn {turn}")
         self._append(
@@ -203,9 +216,14 @@ class _Play:
         )
         return runner.renderer.decode(generation.ids), runner.clock() - before_s, generation.finish_reason
 
-    def _render_prompt(self) -> None:
+    def _render_prompt(self, turn: int) -> None:
         """Extend the trace by what stands before the next reply; a rewritten prefix starts a new branch (I1)."""
-        rendered = self.runner.renderer.render(self.history)
+        try:
+            rendered = self.runner.renderer.render(self.history)
+        except Exception as error:  # prompts were checked at start: it is what the environment said
+            raise _EpisodeEnd(
+                Outcome.ENVIRONMENT_ERROR, self._environment_error(f"rendering turn {turn}", error)
+            ) from error
         known = self._leaf_ids
         if self.segments and rendered[: len(known)] == known:
             if len(rendered) > len(known):
@@ -233,6 +251,21 @@ class _Play:
         except DeadlineError as error:
             raise _EpisodeEnd(Outcome.TIMEOUT, str(error)) from error
         except Exception as error:
-            raise _EpisodeEnd(
-                Outcome.ENVIRONMENT_ERROR, f"{what} of {self.task.environment}: {type(error).__name__}: {error}"
-            ) from error
+            raise _EpisodeEnd(Outcome.ENVIRONMENT_ERROR, self._environment_error(what, error)) from error
+
+    def _environment_error(self, what: str, error: Exception) -> str:
+        return f"{what} of {self.task.environment}: {type(error).__name__}: {error}"
+
+    async def _clean_up(self, on: str, what: str, call: Awaitable[None]) -> None:
+        """The episode has ended already, for a reason that is told; what goes wrong here must not take its place."""
+        try:
+            await await_with_deadline(
+                call,
+                watchdog=self.runner.watchdog,
+                waiter=f"episode {self.key}",
+                on=on,
+                what=what,
+                deadline_s=CLEAN_UP_DEADLINE_S,
+            )
+        except Exception as error:
+            logger.warning("episode %s, %s of %s: %s: %s", self.key, what, on, type(error).__name__, error)

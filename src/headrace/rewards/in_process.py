@@ -80,10 +80,11 @@ class CallableReward(RewardBase):
             return await self._function(**arguments)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
-        self._num_stuck += 1  # until it returns
+        is_left_behind = False
 
         def finish(result: Any, error: Exception | None) -> None:
-            self._num_stuck -= 1
+            if is_left_behind:
+                self._num_stuck -= 1
             if done.done():
                 return
             if error is None:
@@ -103,7 +104,13 @@ class CallableReward(RewardBase):
                 loop.call_soon_threadsafe(finish, result, error)
 
         threading.Thread(target=work, name=f"reward-{self.name}", daemon=True).start()
-        return await done
+        try:
+            return await done
+        except asyncio.CancelledError:  # nobody waits any more, and the thread goes on
+            if not done.done() or done.cancelled():
+                is_left_behind = True
+                self._num_stuck += 1
+            raise
 
     def _error(self, error_class: ErrorClass, message: str) -> ScoreError:
         return ScoreError(error_class=error_class, message=message, reward=self.name)
