@@ -383,7 +383,7 @@ class Loop:
         if result is None:
             return {}  # given up: somebody asked the run to stop
         self.evaluations.append((self.batch_index, result))
-        return result.metrics()
+        return result.metrics() | self.parts.check_gold(self.batch_index, result)
 
     async def _checkpoint(self) -> None:
         """Write what was cut at this version's publish."""

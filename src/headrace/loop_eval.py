@@ -18,6 +18,7 @@ from headrace.evaluation.result import EvaluationResult, compare
 from headrace.model.paths import resolve_model_path
 from headrace.record.checkpoints import find_checkpoints
 from headrace.record.recorded_config import recorded_config
+from headrace.record.run_dir import read_run_info
 from headrace.trainer.weights import restore_model
 from headrace.types import PolicyVersion
 from headrace.wiring import build_engine, build_player, check_before_work, check_prompts, load_policy
@@ -65,6 +66,8 @@ def find_target(name: str) -> Target:
     """A run's folder takes its newest complete checkpoint. Raises ConfigError for a run without one."""
     path = Path(name).expanduser().absolute()
     if (path / "run.json").is_file():
+        if kind := read_run_info(path).get("kind"):
+            raise ConfigError(f"{path} is a run of headrace {kind}; evaluate what came out of it: {path / 'export'}")
         checkpoints = find_checkpoints(path / "checkpoints")
         if not checkpoints:
             raise ConfigError(f"the run {path} has no complete checkpoint yet; evaluate its model, or resume it first")

@@ -14,6 +14,7 @@ from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
 from headrace.daemon_thread import DaemonThread
+from headrace.evaluation.gold import GoldCheck
 from headrace.evaluation.result import EvaluationResult
 from headrace.monitor.fanout import FanOut, SinkHealth
 from headrace.monitor.progress import Progress
@@ -79,6 +80,7 @@ class Parts:
     engine: Engine
     player: Player
     reward: Reward
+    """Of training and, where there is a gold standard, with it: what has to be started and closed."""
     model: PreTrainedModel
     """The trainer's; the engine's too where it shares weights."""
     trainer: PolicyTrainer | LeadingTrainer
@@ -92,6 +94,7 @@ class Parts:
     sinks: FanOut
     progress: Progress
     reporter: Reporter
+    gold_check: GoldCheck | None = None
     restored: Mapping[str, Any] = field(default_factory=dict)
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
     _evaluation: asyncio.Task[EvaluationResult] | None = field(default=None, init=False)
@@ -201,6 +204,10 @@ class Parts:
         folder.mkdir(exist_ok=True)
         write_atomically(folder / f"version-{self.trainer.version}.json", result.to_json().encode())
         return result
+
+    def check_gold(self, update: int, result: EvaluationResult) -> dict[str, float]:
+        """What the gold standard says of an evaluation; nothing where the run has none."""
+        return {} if self.gold_check is None else self.gold_check.add(update, result)
 
     def give_up_evaluation(self) -> None:
         """End the one that runs, and make no other: the run is about to stop."""

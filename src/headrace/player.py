@@ -25,6 +25,8 @@ class Player:
     runner: EpisodeRunner
     reward: Reward
     sampling: Sampling
+    evaluation_reward: Reward | None = None
+    """Judges evaluations, where they are judged by more than training is (the gold standard)."""
     greedy_member: int | None = None
     """The member of each training group that is its greedy baseline."""
 
@@ -37,29 +39,33 @@ class Player:
         """How a training attempt is sampled."""
         return self.greedy if key.member == self.greedy_member else self.sampling
 
-    async def play(self, key: AttemptKey, task: Task, sampling: Sampling, stream: str) -> Episode:
-        """One judged episode. Without a score where the machinery failed, with a classed error where the reward did.
-        ``stream`` separates random streams of equal keys (rollouts, evaluations)."""
+    async def play(
+        self, key: AttemptKey, task: Task, sampling: Sampling, stream: str, reward: Reward | None = None
+    ) -> Episode:
+        """One episode, judged by ``reward`` or the player's own. Without a score where the machinery failed, with a
+        classed error where the reward did. ``stream`` separates random streams of equal keys (rollouts,
+        evaluations)."""
         episode = await self.runner.run(key, task, sampling=sampling, stream=stream)
         self.runner.watchdog.progress(f"episode {key}")
         if episode.outcome.is_failure:
             return episode
-        name = self.reward.name
+        reward = reward or self.reward
+        name = reward.name
         try:
             result = await await_with_deadline(
-                self.reward.score(episode),
+                reward.score(episode),
                 watchdog=self.runner.watchdog,
                 waiter=f"episode {key}",
                 on="reward",
                 what=f"score of {name}",
-                deadline_s=self.reward.deadline_s + REWARD_MARGIN_S,
+                deadline_s=reward.deadline_s + REWARD_MARGIN_S,
             )
         except DeadlineError as error:
             result = ScoreError(error_class=ErrorClass.TIMEOUT, message=str(error), reward=name)
         except Exception as error:  # a third party's reward class; its own functions never get here
             message = f"{type(error).__name__}: {error}"
             result = ScoreError(error_class=ErrorClass.EXCEPTION, message=message, reward=name)
-        return replace(episode, score=check_score(result, self.reward.value_range, name))
+        return replace(episode, score=check_score(result, reward.value_range, name))
 
     async def evaluate(self, tasks: Sequence[Task], config: EvaluationConfig, *, concurrency: int) -> EvaluationResult:
         """The tasks on the engine's current version. Seeds are the same at each evaluation, so that two of them differ
@@ -70,8 +76,8 @@ class Player:
         async def run_episode(task: Task, sample: int, is_greedy: bool) -> Episode:
             key = AttemptKey(index[task.id], sample)
             if is_greedy:
-                return await self.play(key, task, self.greedy, "evaluation-greedy")
-            return await self.play(key, task, self.sampling, "evaluation")
+                return await self.play(key, task, self.greedy, "evaluation-greedy", self.evaluation_reward)
+            return await self.play(key, task, self.sampling, "evaluation", self.evaluation_reward)
 
         return await evaluate(
             tasks,

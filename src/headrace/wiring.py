@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 
@@ -28,6 +28,7 @@ from headrace.environments.registry import check_environments, make_environment
 from headrace.environments.runner import EpisodeRunner
 from headrace.environments.tasks import TaskSplits, build_tasks
 from headrace.errors import ConfigError
+from headrace.evaluation.gold import GoldCheck, recorded_evaluations
 from headrace.model.load import LoadedModel, load_model
 from headrace.model.memory import keep_large_buffers
 from headrace.model.parallel.check import ModelShape, check_layout
@@ -50,6 +51,7 @@ from headrace.record.run_dir import RunDirectory, collect_run_info
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.rewards.build import build_rewards
+from headrace.rewards.composite import with_gold
 from headrace.trainer.crew import Followers, LeadingTrainer, join_run
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
@@ -73,6 +75,8 @@ class Checked:
     splits: TaskSplits
     algorithm: Algorithm
     reward: Reward
+    gold: Reward | None = None
+    """Reward and gold standard together, for evaluations: the value is the reward's, gold is a component."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +121,10 @@ def check_before_work(config: RunConfig) -> Checked:
             f"reward '{reward.name}' ranges from {reward.value_range[0]}, and algorithm '{config.algorithm.preset}' "
             "divides by the mean reward of a group: use rewards from 0 up, or another algorithm"
         )
-    return Checked(config=config, splits=splits, algorithm=algorithm, reward=reward)
+    gold = None
+    if config.gold is not None:
+        gold = with_gold(reward, build_rewards(config.gold.rewards, where="gold.rewards"))
+    return Checked(config=config, splits=splits, algorithm=algorithm, reward=reward, gold=gold)
 
 
 def load_policy(config: RunConfig) -> Policy:
@@ -170,7 +177,13 @@ def build_engine(
 
 
 def build_player(
-    config: RunConfig, engine: TransformersEngine, policy: Policy, reward: Reward, watchdog: Watchdog, clock: Clock
+    config: RunConfig,
+    engine: TransformersEngine,
+    policy: Policy,
+    reward: Reward,
+    watchdog: Watchdog,
+    clock: Clock,
+    gold: Reward | None = None,
 ) -> Player:
     """Plays episodes as the configuration says."""
     runner = EpisodeRunner(
@@ -187,6 +200,7 @@ def build_player(
         runner=runner,
         reward=reward,
         sampling=Sampling(**config.sampling.model_dump()),
+        evaluation_reward=gold,
         greedy_member=config.rollout.group_size,
     )
 
@@ -213,6 +227,10 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
         if isinstance(trainer, LeadingTrainer):
             trainer.close()
         raise
+
+
+def _on_over_optimisation(config: RunConfig) -> Literal["warn", "stop"]:
+    return "warn" if config.gold is None else config.gold.on_over_optimisation
 
 
 def _build_trainer(
@@ -336,13 +354,18 @@ def _connect(
         episodes=record.episodes,
         spans=record.spans,
         sinks=sinks,
-        health=HealthMonitor(config.guards),
+        health=HealthMonitor(config.guards, on_over_optimisation=_on_over_optimisation(config)),
         progress=progress,
         engine=engine,
         reward=checked.reward,
     )
     if checkpoint is not None:
         reporter.remember(record.run_dir.path, trainer.version.number)
+    gold_check = None
+    if checked.gold is not None:
+        gold_check = GoldCheck()
+        for update, result in recorded_evaluations(record.run_dir.path, trainer.version.number):
+            gold_check.add(update, result)
     held_out = checked.splits.held_out
     return Parts(
         config=config,
@@ -350,8 +373,9 @@ def _connect(
         tasks=checked.splits.train,
         held_out=[held_out[i] for i in range(len(held_out))],
         engine=engine,
-        player=build_player(config, engine, policy, checked.reward, watchdog, clock),
-        reward=checked.reward,
+        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
+        reward=checked.gold or checked.reward,
+        gold_check=gold_check,
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,

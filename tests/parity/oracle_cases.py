@@ -168,8 +168,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "clip_cov_candidates": lambda: [list(c) for c in seq.clip_cov_candidates(BATCH, *CLIP_COV_BOUNDS, 0.2, 0.28)],
     "clip_cov_candidates_wide": lambda: [list(c) for c in seq.clip_cov_candidates(BATCH, -9.0, 9.0, 0.2, 0.28)],
     "m2po_keep": lambda: seq.m2po_keep(BATCH, 0.1),
-    "interpolation": lambda: [cor.interpolation(b, p, c) for b, p, c in ((2, 4, 5), (4, 4, 5), (5, 4, 5), (5, 5, 5),
-                                                                         (3, 5, 5))],
+    "interpolation": lambda: [
+        cor.interpolation(b, p, c) for b, p, c in ((2, 4, 5), (4, 4, 5), (5, 4, 5), (5, 5, 5), (3, 5, 5))
+    ],
     "interpolated_proximal": lambda: cor.interpolated_proximal(BATCH, VERSIONS, 4, 5).old,
     "entropy": lambda: [los.entropy(z) for z in LOGITS],
     "entropy_bonus": lambda: los.entropy_bonus([LOGITS, LOGITS[:1]], [[1, 0, 1], [1]], 0.01),

@@ -120,8 +120,10 @@ def reduce_sequences(terms: SequenceTerms, mask: Mask) -> tuple[float, Nested]:
     """Mean over the sequences that have a trained token."""
     rows = [i for i, row in enumerate(mask) if any(row)]
     loss = math.fsum(terms.value[i] for i in rows) / len(rows)
-    gradient = [[s / len(rows) if m else 0.0 for s, m in zip(*pair, strict=True)] for pair in zip(terms.slope, mask,
-                                                                                                  strict=True)]
+    gradient = [
+        [s / len(rows) if m else 0.0 for s, m in zip(*pair, strict=True)]
+        for pair in zip(terms.slope, mask, strict=True)
+    ]
     return loss, gradient
 
 

@@ -109,9 +109,7 @@ def interpolation(v_behaviour: int, v_proximal: int, v_current: int) -> float:
     return 0.0 if v_current == v_behaviour else (v_proximal - v_behaviour) / (v_current - v_behaviour)
 
 
-def interpolated_proximal(
-    batch: Batch, versions: list[list[int]], v_proximal: int, v_current: int
-) -> Batch:
+def interpolated_proximal(batch: Batch, versions: list[list[int]], v_proximal: int, v_current: int) -> Batch:
     """A-3PO (arXiv 2512.06547): log pi_old = log mu + alpha sg(log pi - log mu), alpha from each TOKEN's version."""
     old = zeros(batch.mask)
     for i, t in batch.cells():

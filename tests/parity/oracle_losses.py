@@ -122,9 +122,7 @@ def cross_entropy(logprobs: Nested, weights: Nested, mask: Mask) -> tuple[float,
     gradient = [
         [-w / num_tokens if m else 0.0 for w, m in zip(*pair, strict=True)] for pair in zip(weights, mask, strict=True)
     ]
-    total = math.fsum(
-        -weights[i][t] * logprobs[i][t] for i, row in enumerate(mask) for t, m in enumerate(row) if m
-    )
+    total = math.fsum(-weights[i][t] * logprobs[i][t] for i, row in enumerate(mask) for t, m in enumerate(row) if m)
     return total / num_tokens, gradient
 
 

@@ -128,9 +128,7 @@ def tv_keep(batch: Batch, i: int, t: int, low: float, high: float) -> bool:
     return shift <= high if batch.advantage[i][t] > 0 else shift >= -low
 
 
-def dppo_tv(
-    batch: Batch, low: float = 0.1, high: float = 0.1, cap: float = 20.0, live: Nested | None = None
-) -> Terms:
+def dppo_tv(batch: Batch, low: float = 0.1, high: float = 0.1, cap: float = 20.0, live: Nested | None = None) -> Terms:
     """DPPO-TV, arXiv 2602.04879: -sg(min(pi/mu, cap)) A log pi on tokens that ``tv_keep`` keeps; pi/mu throughout."""
     new = live or batch.new
 

@@ -69,9 +69,7 @@ def ppo_critic(
     """PPO with a critic: KL-penalised token rewards, GAE, batch whitening (verl), clip 0.2, token mean."""
     batch = rollout.batch
     paid = adv.token_rewards(rollout.rewards, batch.old, batch.ref, batch.mask, beta)
-    advantage = [
-        adv.gae(r, v, m, gamma, lam)[0] for r, v, m in zip(paid, rollout.values, batch.mask, strict=True)
-    ]
+    advantage = [adv.gae(r, v, m, gamma, lam)[0] for r, v, m in zip(paid, rollout.values, batch.mask, strict=True)]
     if whiten:
         advantage = adv.whiten(advantage, batch.mask)
     batch = with_advantage(rollout, advantage)
@@ -99,8 +97,7 @@ def dapo(rollout: Rollout, max_length: int, buffer: int) -> Result:
     without the shaping.
     """
     shaped = [
-        r + adv.overlong_shaping(n, max_length, buffer)
-        for r, n in zip(rollout.rewards, rollout.lengths(), strict=True)
+        r + adv.overlong_shaping(n, max_length, buffer) for r, n in zip(rollout.rewards, rollout.lengths(), strict=True)
     ]
     advantage = from_groups(replace(rollout, rewards=shaped), "group_mean_std")
     batch = with_advantage(rollout, advantage)

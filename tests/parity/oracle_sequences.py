@@ -41,9 +41,7 @@ def gspo(
     return per_token(batch, term)
 
 
-def gspo_sequence(
-    batch: Batch, low: float = 3e-4, high: float = 4e-4, live: Nested | None = None
-) -> SequenceTerms:
+def gspo_sequence(batch: Batch, low: float = 3e-4, high: float = 4e-4, live: Nested | None = None) -> SequenceTerms:
     """GSPO as first written (eq. 5): one clipped term a sequence; d s_i / d log pi_t = s_i / length. Its mean over
     sequences has the loss and the gradient of the token form under seq_mean_token_mean."""
     s = sequence_ratios(batch, live=live)

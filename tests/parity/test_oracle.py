@@ -96,8 +96,10 @@ def test_golden_sequences() -> None:
     rho = cor.rho_weights(GOLDEN, mode="none")
     assert rho[0] == close([0.951229, 0.904837, 1.105171]) and rho[1] == close([1.051271, 0.904837])
     assert seq.sequence_ratios(GOLDEN) == close([1.142631, 1.419068])
-    for low, high, values, average in ((0.2, 0.28, [-1.142631, 1.419068], 0.138218), (
-        3e-4, 4e-4, [-1.0004, 1.419068], 0.209334)):
+    for low, high, values, average in (
+        (0.2, 0.28, [-1.142631, 1.419068], 0.138218),
+        (3e-4, 4e-4, [-1.0004, 1.419068], 0.209334),
+    ):
         terms = seq.gspo_sequence(GOLDEN, low, high)
         assert terms.value == close(values) and reduce_sequences(terms, GOLDEN.mask)[0] == close(average)
         assert columns(seq.gspo(GOLDEN, low, high))[1] == close(average)
@@ -333,9 +335,7 @@ def test_masked_tokens_do_not_exist() -> None:
         assert_same(f(poison(BATCH), None).slope, EXPECTED[name]["slope"], where=name)
     assert_same(adv.whiten(poison(TOKEN_BATCH).advantage, BATCH.mask), EXPECTED["whiten"])
     b = poison(BATCH)
-    assert_same(
-        adv.reinforce_pp(ROLLOUT.rewards, b.old, b.ref, b.mask, 0.1, 0.9), EXPECTED["reinforce_pp_advantage"]
-    )
+    assert_same(adv.reinforce_pp(ROLLOUT.rewards, b.old, b.ref, b.mask, 0.1, 0.9), EXPECTED["reinforce_pp_advantage"])
     values = poisoned(ROLLOUT.values, BATCH.mask)
     paid = poisoned(adv.token_rewards(ROLLOUT.rewards, b.old, b.ref, b.mask, 0.1), BATCH.mask)
     for i, row in enumerate(BATCH.mask):

@@ -57,11 +57,17 @@ def summary(run_dir: Path) -> Iterator[tuple[str, str]]:
     config = info["config"]
     yield "run", f"{info['name']} (headrace {info['packages'].get('headrace', '?')}, started {_when(info)})"
     yield "model", f"{config['model']['path']} ({config['model']['dtype']})"
-    yield "tasks", str(config["tasks"]["type"])
-    yield "algorithm", str(config["algorithm"]["preset"])
     lines = list(read_metrics(run_dir))
     done = lines[-1]["update"] if lines else 0
-    yield "progress", f"{done} of {config['trainer']['num_batches']} rollout batches"
+    if kind := info.get("kind"):  # training without rollouts
+        yield "command", f"headrace {kind}"
+        yield "rows", str(config["data"]["path"])
+        yield "progress", f"{done} optimizer steps"
+        yield "export", str(run_dir / "export") if (run_dir / "export").is_dir() else "none yet"
+    else:
+        yield "tasks", str(config["tasks"]["type"])
+        yield "algorithm", str(config["algorithm"]["preset"])
+        yield "progress", f"{done} of {config['trainer']['num_batches']} rollout batches"
     last: dict[str, Any] = {}
     for line in lines:
         last |= {name: (value, line["update"]) for name, value in line.items() if name.startswith(_SHOWN)}

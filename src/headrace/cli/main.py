@@ -14,7 +14,7 @@ from pathlib import Path
 import headrace
 from headrace.cli import eval as eval_command
 from headrace.cli import inspect as inspect_command
-from headrace.cli import model, plan, reward, train
+from headrace.cli import model, offline, plan, reward, train
 from headrace.cli.common import INTERRUPTED, split_overrides
 from headrace.errors import HeadraceError
 
@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     train.add_parsers(subparsers)
     plan.add_parser(subparsers)
+    offline.add_parsers(subparsers)
     eval_command.add_parser(subparsers)
     inspect_command.add_parsers(subparsers)
     model.add_parser(subparsers)
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args: argparse.Namespace | None = None
     try:
         overrides: list[tuple[str, str]] = []
-        if arguments[:1] and arguments[0] in train.COMMANDS_WITH_OVERRIDES:
+        if arguments[:1] and arguments[0] in (*train.COMMANDS_WITH_OVERRIDES, *offline.COMMANDS_WITH_OVERRIDES):
             arguments, overrides = split_overrides(arguments)
         args = build_parser().parse_args(arguments)
         args.overrides = overrides

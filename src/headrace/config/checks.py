@@ -261,6 +261,14 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _gold(config: RunConfig) -> Iterator[str]:
+    if config.gold is not None and not _evaluates(config):
+        yield (
+            "gold has no effect: its rewards judge the replies of evaluations, and evaluation is off; set "
+            "evaluation.every (the rollout batches between gold checks)"
+        )
+
+
 def _monitor(config: RunConfig) -> Iterator[str]:
     monitor = config.monitor
     for sink in monitor.sink_options:
@@ -281,6 +289,7 @@ _CHECKS = (
     _training,
     _streams,
     _evaluation,
+    _gold,
     _monitor,
     _parallel,
 )

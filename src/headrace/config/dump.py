@@ -13,10 +13,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from headrace.config.load import resolved
-from headrace.config.schema import RunConfig
 
 
-def dump_toml(config: RunConfig, values: Mapping[str, Any] | None = None) -> str:
+def dump_toml(config: BaseModel, values: Mapping[str, Any] | None = None) -> str:
     """``config`` as TOML; ``values`` replaces its resolved values where a caller has redacted them."""
     return "\n".join(_section(config, resolved(config) if values is None else values, "")).strip() + "\n"
 

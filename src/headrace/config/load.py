@@ -13,7 +13,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -22,9 +22,16 @@ from headrace.config.problems import KeyPath, describe, dotted, nearest
 from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError
 
+S = TypeVar("S", bound=BaseModel)
+
 
 def load_config(path: Path | str, overrides: Overrides = ()) -> RunConfig:
-    """The run that ``path`` (TOML) describes, with ``overrides`` applied.
+    """The run that ``path`` (TOML) describes, with ``overrides`` applied. Raises ConfigError as :func:`load_as`."""
+    return load_as(RunConfig, path, overrides)
+
+
+def load_as(schema: type[S], path: Path | str, overrides: Overrides = ()) -> S:
+    """What ``path`` (TOML) describes as a ``schema``, with ``overrides`` applied.
 
     Raises:
         ConfigError: naming file, dotted key, value and what is allowed; all problems are in ``problems``.
@@ -43,31 +50,36 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> RunConfig:
     if infinite:
         raise config_error(infinite)
     problems = [f"{source(key)}: {message}" for key, message in _resolve_paths(data, path.parent, source)]
-    config: RunConfig | None = None
+    config: S | None = None
     try:
-        config = _validate(data)
+        config = _validate(schema, data)
     except ValidationError as error:
         # Keys first: a misspelt section would otherwise hide behind a path problem that it caused.
-        problems = describe(error, RunConfig, data, source) + problems
+        problems = describe(error, schema, data, source) + problems
     if problems or config is None:
         raise config_error(problems)
     return config
 
 
 def restore_config(data: Mapping[str, Any], where: str) -> RunConfig:
+    """The configuration of a recorded run of the loop; see :func:`restore_as`."""
+    return restore_as(RunConfig, data, where)
+
+
+def restore_as(schema: type[S], data: Mapping[str, Any], where: str) -> S:
     """The configuration of a recorded run, from its resolved form (``where`` names the record in errors).
 
     A resolved configuration states every key. Those that hold their default count as not set by the user, so that
     I20 ("set, but without effect") judges a resumed run as it judged the first start.
     """
     try:
-        full = _validate(dict(data))
-        return _validate(_without_defaults(full))
+        full = _validate(schema, dict(data))
+        return _validate(schema, _without_defaults(full))
     except ValidationError as error:
-        raise config_error(describe(error, RunConfig, data, lambda _: where)) from error
+        raise config_error(describe(error, schema, data, lambda _: where)) from error
 
 
-def resolved(config: RunConfig) -> dict[str, Any]:
+def resolved(config: BaseModel) -> dict[str, Any]:
     """Every key of ``config`` as JSON values, defaults included: what a run records. Secrets are still in it."""
     return config.model_dump(mode="json")
 
@@ -107,9 +119,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
-def _validate(data: Mapping[str, Any]) -> RunConfig:
+def _validate(schema: type[S], data: Mapping[str, Any]) -> S:
     """Strict, by way of JSON: there, lists may be tuples and text may be a path, but ``true`` is not 1."""
-    return RunConfig.model_validate_json(json.dumps(data, default=str), strict=True)
+    return schema.model_validate_json(json.dumps(data, default=str), strict=True)
 
 
 def _non_finite(node: Any, path: KeyPath) -> Iterator[KeyPath]:
@@ -168,7 +180,7 @@ def _resolve_paths(
 
 def _path_keys(data: dict[str, Any]) -> Iterator[tuple[KeyPath, dict[str, Any], str]]:
     """(key, the section that holds it, its name) of each value in ``data`` that is a path."""
-    tasks, model, rewards = (data.get(name) for name in ("tasks", "model", "rewards"))
+    tasks, model = data.get("tasks"), data.get("model")
     if isinstance(tasks, dict):
         if tasks.get("type") == "file":
             yield from ((("tasks", n), tasks, n) for n in ("path", "held_out_path") if isinstance(tasks.get(n), str))
@@ -179,9 +191,24 @@ def _path_keys(data: dict[str, Any]) -> Iterator[tuple[KeyPath, dict[str, Any], 
             yield ("model", "path"), model, "path"
         if isinstance(model.get("chat_template"), str) and model["chat_template"] != "chatml":
             yield ("model", "chat_template"), model, "chat_template"
+    yield from _reward_path_keys(data, ())
+    if isinstance(data.get("gold"), dict):
+        yield from _reward_path_keys(data["gold"], ("gold",))
+    rows = data.get("data")  # of training without rollouts
+    if isinstance(rows, dict):
+        yield from ((("data", n), rows, n) for n in ("path", "held_out_path") if isinstance(rows.get(n), str))
+
+
+def _reward_path_keys(section: dict[str, Any], parent: KeyPath) -> Iterator[tuple[KeyPath, dict[str, Any], str]]:
+    rewards = section.get("rewards")
     for index, reward in enumerate(rewards if isinstance(rewards, list) else ()):
-        if isinstance(reward, dict) and _is_file_reference(reward.get("type")):
-            yield ("rewards", index, "type"), reward, "type"
+        if not isinstance(reward, dict):
+            continue
+        if _is_file_reference(reward.get("type")):
+            yield (*parent, "rewards", index, "type"), reward, "type"
+        options = reward.get("options")
+        if reward.get("type") == "reward_model" and isinstance(options, dict) and isinstance(options.get("path"), str):
+            yield (*parent, "rewards", index, "options", "path"), options, "path"
 
 
 def _is_file_reference(value: Any) -> bool:

@@ -125,9 +125,7 @@ class EntryPointTasks(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-TasksConfig = Annotated[
-    ArithmeticTasks | FileTasks | ReasoningGymTasks | EntryPointTasks, Field(discriminator="type")
-]
+TasksConfig = Annotated[ArithmeticTasks | FileTasks | ReasoningGymTasks | EntryPointTasks, Field(discriminator="type")]
 
 
 # ------------------------------------------------------------------------------------------------- reward
@@ -144,6 +142,15 @@ class RewardConfig(Section):
     """Address-space cap of a worker process, for rewards that run in one."""
     num_workers: int = Field(1, ge=1)
     options: dict[str, Any] = Field(default_factory=dict)
+
+
+class GoldConfig(Section):
+    """The gold standard: rewards that judge the replies of each evaluation beside ``rewards``, and are never trained
+    on. They tell whether what the policy gains is worth anything (over-optimisation of a learned reward)."""
+
+    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    on_over_optimisation: Literal["warn", "stop"] = "warn"
+    """What to do where ``rewards`` rise and gold falls, both beyond chance."""
 
 
 # ---------------------------------------------------------------------------------------------- algorithm
@@ -438,6 +445,7 @@ class RunConfig(Section):
     model: ModelConfig
     tasks: TasksConfig
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    gold: GoldConfig | None = None
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

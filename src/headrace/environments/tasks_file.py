@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from headrace.config.problems import nearest
 from headrace.config.schema import FileTasks
 from headrace.environments.task_list import TaskList, TaskSplits
 from headrace.errors import ConfigError
-from headrace.types import Task
+from headrace.types import Message, Task
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("id", "messages", "prompt", "answer", "environment", "metadata")
@@ -49,13 +49,9 @@ def file_tasks(config: FileTasks) -> TaskSplits:
 
 def read_tasks(path: Path, *, answer_required: bool = True) -> list[Task]:
     """All tasks of one file, in its order; see :func:`file_tasks` for errors."""
-    if not path.is_file():
-        raise ConfigError(f"{path} is a folder; tasks are one file" if path.is_dir() else missing_file(path))
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{path}: tasks come from a .jsonl or a .parquet file, not {path.suffix or 'a bare name'!r}")
     tasks: list[Task] = []
     places: dict[str, str] = {}
-    for place, row in _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path):
+    for place, row in read_rows(path, "tasks", _KEYS):
         task = _task(row, f"{path}, {place}", f"{path.stem}:{place.split()[-1]}", answer_required)
         if task.id in places:
             raise ConfigError(
@@ -67,6 +63,20 @@ def read_tasks(path: Path, *, answer_required: bool = True) -> list[Task]:
     if not tasks:
         raise ConfigError(f"{path} holds no task: it is empty")
     return tasks
+
+
+def read_rows(path: Path, what: str, keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """('line 3' or 'row 3', its object) of a JSONL or Parquet file; of Parquet the columns ``keys`` only.
+
+    Raises:
+        ConfigError: naming file and line: not there, of another kind, not JSON, not an object.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is a folder; {what} are one file" if path.is_dir() else missing_file(path))
+    if path.suffix not in (".jsonl", ".parquet"):
+        kind = repr(path.suffix or "a bare name")
+        raise ConfigError(f"{path}: {what} come from a .jsonl or a .parquet file, not {kind}")
+    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path, keys)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -93,13 +103,13 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield place, row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            columns = [name for name in file.schema_arrow.names if name in _KEYS]
+            columns = [name for name in file.schema_arrow.names if name in keys]
             number = 0
             for batch in file.iter_batches(columns=columns or None):
                 for row in batch.to_pylist():
@@ -129,14 +139,15 @@ def _task(row: Mapping[str, Any], where: str, default_id: str, answer_required: 
         raise ConfigError(f"{where}: environment is {environment!r}; it must be a name")
     return Task(
         id=str(task_id),
-        messages=_messages(row, where),
+        messages=prompt_messages(row, where),
         answer=answer,
         environment=environment,
         metadata=metadata or {},
     )
 
 
-def _messages(row: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
+def prompt_messages(row: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
+    """The row's ``messages``, or its ``prompt`` as one; the last is not the assistant's."""
     messages, prompt = row.get("messages"), row.get("prompt")
     if messages is not None and prompt is not None:
         raise ConfigError(f"{where}: both messages and prompt are given; keep one")
@@ -147,12 +158,17 @@ def _messages(row: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
         if not isinstance(prompt, str) or not prompt.strip():
             raise ConfigError(f"{where}: prompt is {prompt!r}; it must be text")
         return ({"role": "user", "content": prompt},)
-    if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: messages is {_kind(messages)}; it must be a list of {{role, content}} objects")
-    checked = tuple(_message(message, f"{where}: message {i}") for i, message in enumerate(messages, start=1))
+    checked = checked_messages(messages, where)
     if checked[-1]["role"] == "assistant":
         raise ConfigError(f"{where}: the last message is the assistant's; a task ends where the policy is to reply")
     return checked
+
+
+def checked_messages(messages: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """A list of messages, each with a known role and content."""
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where}: messages is {_kind(messages)}; it must be a list of {{role, content}} objects")
+    return tuple(_message(message, f"{where}: message {i}") for i, message in enumerate(messages, start=1))
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -183,7 +199,12 @@ def _hint(key: str, row: Mapping[str, Any]) -> str:
 
 def _problem_key(task: Task) -> str:
     """Hash of the text of a problem, whatever its answer, id and white space."""
-    text = json.dumps([_single_spaced(dict(message)) for message in task.messages], sort_keys=True, default=str)
+    return prompt_key(task.messages)
+
+
+def prompt_key(messages: Sequence[Message]) -> str:
+    """Hash of a prompt's text, whatever its white space."""
+    text = json.dumps([_single_spaced(dict(message)) for message in messages], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -198,17 +219,23 @@ def _single_spaced(value: Any) -> Any:
 def _split(tasks: list[Task], fraction: float, path: Path) -> tuple[list[Task], list[Task]]:
     """Held out: problems whose hash lies in the lowest ``fraction``; at least one problem on either side."""
     keys = [_problem_key(task) for task in tasks]
-    distinct = sorted(set(keys))
-    if len(distinct) < 2:
+    if len(set(keys)) < 2:
         raise ConfigError(
             f"{path} poses one problem only; tasks.held_out_fraction = {fraction} cannot be held out of it"
         )
+    chosen = held_out_keys(keys, fraction)
+    train = [task for task, key in zip(tasks, keys, strict=True) if key not in chosen]
+    return train, [task for task, key in zip(tasks, keys, strict=True) if key in chosen]
+
+
+def held_out_keys(keys: Sequence[str], fraction: float) -> set[str]:
+    """Those of two or more different hashes that lie in the lowest ``fraction``; at least one, and never all."""
+    distinct = sorted(set(keys))
     bound = f"{int(fraction * 16**16):016x}"
     chosen = {key for key in distinct if key[:16] < bound} or {distinct[0]}
     if len(chosen) == len(distinct):
         chosen.discard(distinct[-1])
-    train = [task for task, key in zip(tasks, keys, strict=True) if key not in chosen]
-    return train, [task for task, key in zip(tasks, keys, strict=True) if key in chosen]
+    return chosen
 
 
 def _check_disjoint(train: list[Task], held_out: list[Task], config: FileTasks) -> None:

@@ -138,4 +138,10 @@ def _judge(task: Task, episode: Episode) -> Attempt:
         error = f"{score.error_class}: {score.message}" if isinstance(score, ScoreError) else "it was not judged"
         return Attempt(score=None, num_tokens=num_tokens, outcome=outcome, error=error)
     exact = None if task.answer is None else episode.reply.strip() == str(task.answer).strip()
-    return Attempt(score=float(episode.score.value), exact=exact, num_tokens=num_tokens, outcome=outcome)
+    return Attempt(
+        score=float(episode.score.value),
+        exact=exact,
+        num_tokens=num_tokens,
+        outcome=outcome,
+        components=dict(episode.score.components),
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -35,6 +35,8 @@ class Attempt:
     """Tokens that the policy sampled."""
     outcome: str = ""
     error: str | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Of the score; ``gold`` is the gold standard's value, where the run has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,19 @@ class EvaluationResult:
         exact = [[float(a.exact) for a in task if a.exact is not None] for task in scored]
         exact = [task for task in exact if task]
         return accuracy_interval(exact, level=level) if exact else None
+
+    def component_scores(self, name: str, mode: Mode = "sampled") -> dict[str, list[float]]:
+        """Task id -> the component's value in each scored attempt; tasks without any are left out."""
+        scores = {
+            t.task_id: [a.components[name] for a in t.attempts(mode) if a.score is not None and name in a.components]
+            for t in self.tasks
+        }
+        return {task_id: values for task_id, values in scores.items() if values}
+
+    def component(self, name: str, mode: Mode = "sampled", *, level: float = 0.95) -> Interval | None:
+        """Mean of one component, clustered by task; None where no attempt has it."""
+        scores = self.component_scores(name, mode)
+        return accuracy_interval(list(scores.values()), level=level) if scores else None
 
     def pass_at_k(self, k: int, *, correct_from: float = 1.0) -> float:
         """Mean over tasks of the unbiased pass@k; a sample is right from score ``correct_from`` on.

@@ -73,12 +73,18 @@ class PairedDifference:
 
 
 def accuracy_interval(
-    scores: Sequence[Sequence[float]], *, level: float = 0.95, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+    scores: Sequence[Sequence[float]],
+    *,
+    level: float = 0.95,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+    is_share: bool | None = None,
 ) -> Interval:
     """Interval of the mean score, by a bootstrap over tasks.
 
     Args:
         scores: for each task the scores of its samples (ragged is fine, empty is not).
+        is_share: scores lie between 0 and 1 by their nature, as shares of right answers do; None: where these do.
 
     The estimate is sum of scores over number of scores. Its percentile interval (Efron 1979) is too short for few
     tasks, so it is stretched about the mean by sqrt(N / (N - 1)). A bootstrap cannot see beyond what was drawn: all
@@ -101,7 +107,9 @@ def accuracy_interval(
         stretch = math.sqrt(num_tasks / (num_tasks - 1))
         low = mean + (float(quantiles[0]) - mean) * stretch
         high = mean + (float(quantiles[1]) - mean) * stretch
-    if all(0.0 <= s <= 1.0 for task in scores for s in task):
+    if is_share is None:
+        is_share = all(0.0 <= s <= 1.0 for task in scores for s in task)
+    if is_share:
         num_effective = _effective_samples(sums_N, counts_N, mean)
         wilson_low, wilson_high = wilson(mean, num_effective, level=level)
         low, high = max(0.0, min(low, wilson_low)), min(1.0, max(high, wilson_high))

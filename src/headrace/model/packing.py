@@ -15,7 +15,7 @@ Legend: T tokens of the row, U distinct predictors, N trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +120,14 @@ def split_microbatches(samples: Sequence[Sample], max_tokens: int, *, share_prom
             prompts |= {_prompt_key(item, share_prompts) for item in episode}
             batches[-1].extend(episode)
     return batches
+
+
+def packed_rows(
+    samples: Sequence[Sample], max_tokens: int, *, share_prompts: bool, dtype: torch.dtype, device: torch.device
+) -> Iterator[PackedRow]:
+    """The samples' micro-batches, one packed row after the other."""
+    for items in split_microbatches(samples, max_tokens, share_prompts=share_prompts):
+        yield pack(items, share_prompts=share_prompts, dtype=dtype, device=device)
 
 
 def _prompt_key(item: IndexedSample, share_prompts: bool) -> object:

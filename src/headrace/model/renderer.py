@@ -68,6 +68,12 @@ class ChatRenderer:
         return self._stop_ids
 
     @property
+    def turn_end_id(self) -> int:
+        """The id that the template writes behind an assistant's message; the tokenizer's end of text where it writes
+        none."""
+        return self._turn_end_id
+
+    @property
     def vocab_size(self) -> int:
         """Ids from here on are padding rows of the model's embedding."""
         return len(self._tokenizer)
@@ -155,9 +161,12 @@ class ChatRenderer:
             stop.add(int(self._tokenizer.eos_token_id))
         turn: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         after = self._apply(turn, add_generation_prompt=False).rpartition(_MARK)[2]
-        stop.update(self._controls(self._encode(after))[:1])
+        written = self._controls(self._encode(after))[:1]
+        stop.update(written)
         if not stop:
             raise RenderError("neither tokenizer, generation config nor chat template name an id that ends a turn")
+        eos = self._tokenizer.eos_token_id
+        self._turn_end_id = written[0] if written else min(stop) if eos is None else int(eos)
         return tuple(sorted(stop))
 
 

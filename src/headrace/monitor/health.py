@@ -72,7 +72,7 @@ class HealthMonitor:
             print(alarm)
     """
 
-    def __init__(self, config: GuardsConfig) -> None:
+    def __init__(self, config: GuardsConfig, on_over_optimisation: Level = "warn") -> None:
         self._config = config
         self._half = max(2, config.collapse_window // 2)
         """Batches of a moving average: half the window is now, the other half what it is compared with."""
@@ -95,6 +95,7 @@ class HealthMonitor:
             "grad_norm_spike": ("warn", self._grad_norm_spike),
             "large_advantage": ("warn", self._large_advantage),
             "not_finite": ("stop", self._not_finite),
+            "over_optimisation": (on_over_optimisation, self._over_optimisation),
         }
 
     def update(self, metrics: Mapping[str, Any]) -> list[Alarm]:
@@ -295,6 +296,17 @@ class HealthMonitor:
         return (
             f"the largest advantage is {largest:.3g} in size (bound {MAX_ADVANTAGE:g}): a division by a deviation "
             "near zero, or rewards of very different scale. Check the rewards' ranges and the normalisation"
+        )
+
+    def _over_optimisation(self) -> str | None:
+        """Decided by evaluation/gold.py at each evaluation; it holds until the next one says otherwise."""
+        if not self._history.get("gold/over_optimised", [0.0])[-1]:
+            return None
+        change, proxy, since = (self._history[f"gold/{n}"][-1] for n in ("change", "proxy_change", "reference_update"))
+        return (
+            f"since update {since:.0f} the reward rose by {proxy:.3g} on held-out tasks while gold fell by "
+            f"{-change:.3g}, both beyond chance: the policy exploits the reward. Go back to the checkpoint before, "
+            "raise algorithm.kl.coefficient, or train the reward model on replies of this policy"
         )
 
     def _not_finite(self) -> str | None:

@@ -24,7 +24,13 @@ def recorded_config(run_dir: Path, overrides: Sequence[tuple[str, str]] = ()) ->
         RecordError: ``run_dir`` is no run's folder.
         ConfigError: an override that would make it another run, or a secret that the record does not hold.
     """
-    data: dict[str, Any] = read_run_info(run_dir)["config"]
+    info = read_run_info(run_dir)
+    if kind := info.get("kind"):
+        raise ConfigError(
+            f"{run_dir} is a run of headrace {kind}, without rollouts: go on with it by headrace {kind} FILE.TOML "
+            f"--resume; what came out of it lies in {run_dir / 'export'}"
+        )
+    data: dict[str, Any] = info["config"]
     for key, _ in overrides:
         if not key.startswith(_MAY_CHANGE):
             allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in _MAY_CHANGE)

@@ -17,6 +17,7 @@ from headrace.protocols import Reward
 from headrace.rewards.base import RewardBase, RewardFunction, reward_name
 from headrace.rewards.composite import CompositeReward, Part
 from headrace.rewards.in_process import CallableReward
+from headrace.rewards.reward_model import RewardModelOptions, RewardModelReward
 from headrace.rewards.text import (
     BoxedReward,
     BoxFormatReward,
@@ -50,10 +51,13 @@ class BuiltIn:
     summary: str
 
 
-def build_rewards(configs: Sequence[RewardConfig], *, extra: Sequence[Part] = ()) -> CompositeReward:
+def build_rewards(
+    configs: Sequence[RewardConfig], *, extra: Sequence[Part] = (), where: str = "rewards"
+) -> CompositeReward:
     """The weighted sum of ``configs`` and, from Python, of ``extra`` parts. Nothing is started yet.
 
-    Components carry the reward's short name; where two would have the same, the later ones get ``_2``, ``_3``.
+    ``where`` is the key of the configuration, for errors. Components carry the reward's short name; where two would
+    have the same, the later ones get ``_2``, ``_3``.
 
     Raises:
         ConfigError: for an unknown type or option (with the nearest right one), a bad option value, and an option
@@ -63,7 +67,7 @@ def build_rewards(configs: Sequence[RewardConfig], *, extra: Sequence[Part] = ()
     parts: list[Part] = []
     for index, config in enumerate(configs):
         name = _free_name(reward_name(config.type), taken)
-        parts.append(Part(build_reward(config, f"rewards[{index}]", name), config.weight))
+        parts.append(Part(build_reward(config, f"{where}[{index}]", name), config.weight))
     if all(part.weight == 0 for part in (*parts, *extra)):
         raise ConfigError("every reward has weight 0: there is nothing to learn from")
     return CompositeReward([*parts, *extra])
@@ -187,6 +191,11 @@ def _reasoning_gym(options: ReasoningGymOptions, config: RewardConfig, name: str
     return ReasoningGymReward(options, _pool(config, name, {"kind": "reasoning_gym"}, probes), config.deadline_s, name)
 
 
+def _reward_model(options: RewardModelOptions, config: RewardConfig, name: str) -> RewardModelReward:
+    _refuse(config, name, ("memory_bytes", "num_workers"), "which is served on a thread of this process")
+    return RewardModelReward(options, config.deadline_s, name)
+
+
 def _from_entry_point(config: RewardConfig, where: str, name: str) -> Reward:
     """A third party's reward: what its entry point names is a Reward class, called with the options, or a function."""
     point = next((point for point in entry_points(group=GROUP) if point.name == config.type), None)
@@ -214,6 +223,7 @@ BUILT_INS: dict[str, BuiltIn] = {
     "boxed": BuiltIn(ReasoningOptions, _in_process(BoxedReward), r"the last \boxed{} holds the answer"),
     "math": BuiltIn(MathOptions, _math, "the boxed answer is the same mathematics (math-verify, in a worker)"),
     "format": BuiltIn(FormatOptions, _format, r"the reply has a complete \boxed{}, or matches options.pattern"),
+    "reward_model": BuiltIn(RewardModelOptions, _reward_model, "a learned reward, from headrace reward-model"),
     "reasoning_gym": BuiltIn(ReasoningGymOptions, _reasoning_gym, "the task's own reasoning-gym scorer"),
 }
 

@@ -69,3 +69,9 @@ class CompositeReward(RewardBase):
                 weighted = [part.weight * v for v in checked.value_T]
                 value_T = weighted if value_T is None else [a + b for a, b in zip(value_T, weighted, strict=True)]
         return Score(value=value, components=components, value_T=None if value_T is None else tuple(value_T))
+
+
+def with_gold(reward: CompositeReward, gold: CompositeReward) -> CompositeReward:
+    """``reward`` as it is, with the value of ``gold`` as the component ``gold``, which pays nothing."""
+    named = CompositeReward(gold.parts, name="gold")
+    return CompositeReward([Part(reward, 1.0), Part(named, 0.0)])

@@ -33,7 +33,7 @@ from headrace.trainer.passes import score_rows, train_rows
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.sharded_checkpoint import load_shards, save_shards
 from headrace.trainer.shards import ShardedWeights
-from headrace.trainer.trainer import _checkpoint_activations, _fields, _select
+from headrace.trainer.trainer import checkpoint_activations, _fields, _select
 from headrace.trainer.weights import NonFiniteError, read_state, write_state
 from headrace.types import PolicyVersion, Sample
 
@@ -74,7 +74,7 @@ class ParallelTrainer:
         limit = config.max_logit_tokens
         self._reference = parallelize_frozen(loaded, mesh, max_logit_tokens=limit) if with_reference else None
         if activation_checkpointing:
-            _checkpoint_activations(loaded.model)
+            checkpoint_activations(loaded.model)
         model = parallelize(loaded, mesh, max_logit_tokens=limit)
         self._stage = model.stage
         self._weights = ShardedWeights(model, config, mesh)

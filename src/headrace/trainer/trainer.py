@@ -72,7 +72,7 @@ class PolicyTrainer:
         self._num_steps_since_publish = 0
         self._last_logprobs: dict[str, Tensor] = {}
         if activation_checkpointing:
-            _checkpoint_activations(self._model)
+            checkpoint_activations(self._model)
 
     @property
     def version(self) -> PolicyVersion:
@@ -282,7 +282,7 @@ def _make_reference(loaded: LoadedModel) -> PreTrainedModel:
     return reference
 
 
-def _checkpoint_activations(model: PreTrainedModel) -> None:
+def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each layer in the backward pass instead of keeping its activations.
 
     The three attributes are what transformers' own switch sets (its name changed within version 5), with one
