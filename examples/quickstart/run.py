@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from headrace.cli.common import split_overrides
 from headrace.config.load import load_config
 from headrace.config.schema import RunConfig
@@ -18,7 +20,6 @@ from headrace.errors import HeadraceError
 from headrace.evaluation.render import result_table
 from headrace.evaluation.result import EvaluationResult
 from headrace.run import TrainResult, train
-from rich.console import Console
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 
@@ -78,7 +79,9 @@ def _verdict(before: EvaluationResult, after: EvaluationResult) -> str:
     if first is None or last is None:
         return "sampled accuracy was not measured on both sides"
     line = f"sampled accuracy went from {first} to {last}"
-    return f"{line}; the intervals do not touch." if first.high < last.low else f"{line}; the intervals touch: no claim."
+    return (
+        f"{line}; the intervals do not touch." if first.high < last.low else f"{line}; the intervals touch: no claim."
+    )
 
 
 if __name__ == "__main__":

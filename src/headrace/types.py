@@ -82,9 +82,7 @@ class Outcome(StrEnum):
         return self in _FAILURES
 
 
-_FAILURES = frozenset(
-    {Outcome.TIMEOUT, Outcome.ENVIRONMENT_ERROR, Outcome.INFRASTRUCTURE_ERROR, Outcome.CANCELLED}
-)
+_FAILURES = frozenset({Outcome.TIMEOUT, Outcome.ENVIRONMENT_ERROR, Outcome.INFRASTRUCTURE_ERROR, Outcome.CANCELLED})
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -25,9 +25,7 @@ def model():
 
 def make(model, decode=TOKENIZER.decode, **config) -> TransformersEngine:
     carrier = SharedWeights(model, PolicyVersion(0, 0))
-    return TransformersEngine(
-        carrier, TransformersEngineConfig(**config), vocab_size=len(TOKENIZER), decode=decode
-    )
+    return TransformersEngine(carrier, TransformersEngineConfig(**config), vocab_size=len(TOKENIZER), decode=decode)
 
 
 def ask(name: str, text: str = "abc", *, seed: int = 0, **sampling) -> GenerationRequest:
@@ -87,8 +85,11 @@ def test_stop_string_inside_and_across_tokens_keeps_whole_tokens(model):
     async def main():
         engine = make(model, decode=lambda ids: "".join(f"<{i}>" for i in ids))
         free = await engine.generate(ask("free"))
-        cut = next(t for t in range(5, 19) if f"{free.ids[t - 1]}><{free.ids[t]}" not in
-                   "".join(f"<{i}>" for i in free.ids[:t]))
+        cut = next(
+            t
+            for t in range(5, 19)
+            if f"{free.ids[t - 1]}><{free.ids[t]}" not in "".join(f"<{i}>" for i in free.ids[:t])
+        )
         stop = f"{free.ids[cut - 1]}><{free.ids[cut]}"
         return free, cut, await engine.generate(ask("r", stop_strings=("never", stop)))
 

@@ -35,9 +35,7 @@ def make_engine(model: Any, *, carrier: Any = None, decode: Any = None, **config
 
 def request(name: str, prompt_ids: Sequence[int], *, seed: int = 0, **options: Any) -> GenerationRequest:
     sampling = {k: options.pop(k) for k in list(options) if k in Sampling.__dataclass_fields__}
-    return GenerationRequest(
-        id=name, prompt_ids=tuple(prompt_ids), sampling=Sampling(**sampling), seed=seed, **options
-    )
+    return GenerationRequest(id=name, prompt_ids=tuple(prompt_ids), sampling=Sampling(**sampling), seed=seed, **options)
 
 
 def generate(engine: TransformersEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:

@@ -173,9 +173,7 @@ class Compute:
         return [layout.document(i, logits_1BV[0, i].clone()) for i in range(len(sequences))]
 
     def _forward(self, ids: Tensor, positions: Tensor, layout: object, keep: Tensor | int) -> Tensor:
-        output = self._model(
-            input_ids=ids, position_ids=positions, layout=layout, use_cache=False, logits_to_keep=keep
-        )
+        output = self._model(input_ids=ids, position_ids=positions, layout=layout, use_cache=False, logits_to_keep=keep)
         logits: Tensor = output.logits
         return logits
 

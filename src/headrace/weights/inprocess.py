@@ -40,7 +40,7 @@ class SharedWeights:
         if update.tensors is not None:
             raise WeightUpdateError(
                 f"weights {update.version} came with {len(update.tensors)} tensors, but this engine shares the "
-                "trainer's storage and would ignore them; publish with tensors=None, or set engine.weights = \"copy\""
+                'trainer\'s storage and would ignore them; publish with tensors=None, or set engine.weights = "copy"'
             )
         self.version = update.version
 
@@ -64,8 +64,7 @@ class CopiedWeights:
         self._parameters = named_parameters(self.model)
         by_identity = {id(parameter): name for name, parameter in self._parameters.items()}
         self._main_name = {
-            name: by_identity[id(parameter)]
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            name: by_identity[id(parameter)] for name, parameter in self.model.named_parameters(remove_duplicate=False)
         }
 
     @torch.no_grad()
@@ -74,7 +73,7 @@ class CopiedWeights:
         if update.tensors is None:
             raise WeightUpdateError(
                 f"weights {update.version} came without tensors, but this engine holds its own copy; "
-                "publish with tensors, or set engine.weights = \"shared\""
+                'publish with tensors, or set engine.weights = "shared"'
             )
         new = self._checked(update.tensors, update.version)
         for name, tensor in new.items():
