@@ -55,7 +55,7 @@ def collect_run_info(
 
 
 def read_run_info(path: Path) -> dict[str, Any]:
-    """``run.json`` of the run in folder ``path``. Raises RecordError where it is missing, broken or of a newer schema."""
+    """``run.json`` of the run in ``path``. Raises RecordError where it is missing, broken or of a newer schema."""
     file = path / "run.json"
     try:
         info = json.loads(file.read_text())
