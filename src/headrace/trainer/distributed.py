@@ -33,7 +33,7 @@ from headrace.trainer.passes import score_rows, train_rows
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.sharded_checkpoint import load_shards, save_shards
 from headrace.trainer.shards import ShardedWeights
-from headrace.trainer.trainer import checkpoint_activations, _fields, _select
+from headrace.trainer.trainer import _fields, _select, checkpoint_activations
 from headrace.trainer.weights import NonFiniteError, read_state, write_state
 from headrace.types import PolicyVersion, Sample
 
