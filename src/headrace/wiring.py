@@ -335,9 +335,7 @@ def _connect(
     if carrier is not None and isinstance(trainer, LeadingTrainer):
         carrier.receive(trainer.current_weights())
     engine = build_engine(config, policy, trainer.version, carrier)
-    watchdog = Watchdog(clock, config.guards.stall_min_s)
-    watchdog.watch_stacks("threads", thread_stacks)
-    watchdog.watch_stacks("asyncio tasks", task_stacks)
+    watchdog = _watchdog(config, clock)
     _, trainer_threads = num_threads(config)
     trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
 
@@ -361,11 +359,6 @@ def _connect(
     )
     if checkpoint is not None:
         reporter.remember(record.run_dir.path, trainer.version.number)
-    gold_check = None
-    if checked.gold is not None:
-        gold_check = GoldCheck()
-        for update, result in recorded_evaluations(record.run_dir.path, trainer.version.number):
-            gold_check.add(update, result)
     held_out = checked.splits.held_out
     return Parts(
         config=config,
@@ -375,7 +368,7 @@ def _connect(
         engine=engine,
         player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
         reward=checked.gold or checked.reward,
-        gold_check=gold_check,
+        gold_check=None if checked.gold is None else _gold_check(record.run_dir.path, trainer.version.number),
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,
@@ -396,6 +389,22 @@ def _connect(
         reporter=reporter,
         restored=checkpoint.state() if checkpoint is not None else {},
     )
+
+
+def _watchdog(config: RunConfig, clock: Clock) -> Watchdog:
+    """It can say where every thread and every task is."""
+    watchdog = Watchdog(clock, config.guards.stall_min_s)
+    watchdog.watch_stacks("threads", thread_stacks)
+    watchdog.watch_stacks("asyncio tasks", task_stacks)
+    return watchdog
+
+
+def _gold_check(run_path: Path, up_to_update: int) -> GoldCheck:
+    """A gold check that knows what a resumed run had evaluated."""
+    check = GoldCheck()
+    for update, result in recorded_evaluations(run_path, up_to_update):
+        check.add(update, result)
+    return check
 
 
 def _trainer_checksums(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) -> dict[str, str]:

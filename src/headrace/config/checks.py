@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.config.load import config_error
-from headrace.config.schema import ArithmeticTasks, FileTasks, RunConfig, Section
+from headrace.config.schema import ArithmeticTasks, DistillationConfig, FileTasks, RunConfig, Section, SupervisedConfig
 from headrace.protocols import EngineCapabilities
 
 
@@ -216,10 +216,10 @@ def _one_step(config: RunConfig) -> Iterator[str]:
 
 def _streams(config: RunConfig) -> Iterator[str]:
     """A training run makes samples of the rl stream alone."""
-    for name in _set(config.algorithm, "supervised"):
-        yield f"algorithm.{name} has no effect: no sample of a training run is of the supervised stream; remove it"
-    for name in _set(config.algorithm, "distillation"):
-        yield f"algorithm.{name} has no effect: a training run has no teacher; remove it"
+    if config.algorithm.supervised != SupervisedConfig():
+        yield "algorithm.supervised has no effect: no sample of a training run is of the supervised stream; remove it"
+    if config.algorithm.distillation != DistillationConfig():
+        yield "algorithm.distillation has no effect: a training run has no teacher; remove it"
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:
