@@ -121,7 +121,9 @@ def prepare_model(
     model.config.use_cache = False
     model.eval()  # type: ignore[no-untyped-call]
     full = {name: p.detach() for name, p in model.named_parameters()}
-    model.to(DTYPES[dtype])  # type: ignore[arg-type]
+    # Parameters only: model.to(dtype) would round the rotary frequencies too, so that far positions get wrong angles.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
     verify_model(model, output_head(model, len(tokenizer)))
     base = _add_adapter(model, lora, seed) if lora else None
     masters = {
