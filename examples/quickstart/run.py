@@ -39,7 +39,7 @@ def main() -> int:
         return 2
     config = load_config(CONFIG, overrides)
     config = _free_name(config)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)  # a log is not 80 columns wide
     console.print(f"Training {config.model.path} on one-digit multiplication; the run's folder is {config.run_dir}\n")
     result = train(config)
     if result.stopped:
