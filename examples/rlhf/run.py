@@ -2,7 +2,7 @@
 
     python examples/rlhf/run.py                          a tiny model from random weights, a few minutes
     python examples/rlhf/run.py --kl 0                   without holding back: the over-optimisation alarm fires
-    python examples/rlhf/run.py --model smollm2-135m     a real language model, shortened; about an hour on two cores
+    python examples/rlhf/run.py --model smollm2-135m     a real language model; minutes for each step
 
 ``rule.py`` states the rule and makes the data; each step is one TOML file, which the headrace command takes as well.
 """
