@@ -107,6 +107,12 @@ def check_before_work(config: RunConfig) -> Checked:
     folder = Path(resolve_model_path(config.model.path)).expanduser()
     if config.parallel.world_size > 1 and folder.is_dir():
         check_layout(config.parallel, ModelShape.of_folder(folder))
+    if config.parallel.world_size > 1 and algorithm.needs.prepare:
+        raise ConfigError(
+            f"algorithm '{config.algorithm.preset}' chooses tokens or weights over a whole minibatch, which several "
+            "processes cannot do yet; set all axes of [parallel] to 1, or take algorithm.selection and "
+            "correction.batch_normalised away"
+        )
     splits = build_tasks(config.tasks)
     check_environments([splits.train, splits.held_out])
     evaluation = config.evaluation

@@ -33,7 +33,7 @@ from headrace.trainer.passes import score_rows, train_rows
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.sharded_checkpoint import load_shards, save_shards
 from headrace.trainer.shards import ShardedWeights
-from headrace.trainer.trainer import _fields, _select, checkpoint_activations
+from headrace.trainer.trainer import _add_token_metrics, _fields, _select, _skipped, checkpoint_activations
 from headrace.trainer.weights import NonFiniteError, read_state, write_state
 from headrace.types import PolicyVersion, Sample
 
@@ -127,8 +127,8 @@ class ParallelTrainer:
         Raises NonFiniteError on every process, the gradient dropped, where any micro-batch's loss is not finite.
         """
         check_same_samples(minibatch.samples, "forward_backward")
-        skip = self._config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient
-        kept = _select(minibatch, [i for i, a in enumerate(minibatch.advantages) if not skip or bool(a.any())])
+        skipped = _skipped(minibatch, algorithm, self._config)
+        kept = _select(minibatch, [i for i in range(len(minibatch.samples)) if i not in skipped])
         rows = self._rows(kept.samples)
         metrics = MinibatchMetrics()
         logprobs: dict[int, Tensor] = {}
@@ -164,19 +164,8 @@ class ParallelTrainer:
         out: LossOutput = algorithm.loss(current_N, fields)
         loss = out.per_token_N.sum() / out.denominator
         metrics.add(out.metrics, float(loss.detach()))
-        proximal_N = current_N.detach() if fields.proximal_logprobs_N is None else fields.proximal_logprobs_N
-        metrics.add_tokens(proximal_N=proximal_N, behaviour_N=fields.behaviour_logprobs_N, entropy_N=entropy_N)
-        if self._num_steps_since_publish == 0:
-            fresh_N = torch.tensor(
-                [
-                    sample.num_versions == 1 and version == self._version
-                    for sample in row.samples
-                    for version, trained in zip(sample.versions, sample.mask, strict=True)
-                    if trained
-                ],
-                device=current_N.device,
-            )
-            metrics.add_fresh(current_N.detach()[fresh_N], fields.behaviour_logprobs_N[fresh_N])
+        version = self._version if self._num_steps_since_publish == 0 else None
+        _add_token_metrics(metrics, row, fields, current_N.detach(), entropy_N, version)
         return loss
 
     def _rows(self, samples: Sequence[Sample]) -> list[PackedRow]:

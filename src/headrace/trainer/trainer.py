@@ -124,7 +124,7 @@ class PolicyTrainer:
         loss of a micro-batch is not finite.
         """
         minibatch = self._prepared(minibatch, algorithm)
-        skipped = self._skipped(minibatch, algorithm)
+        skipped = _skipped(minibatch, algorithm, self._config)
         kept = _select(minibatch, [i for i in range(len(minibatch.samples)) if i not in skipped])
         metrics = MinibatchMetrics()
         self._last_logprobs = {}
@@ -166,46 +166,10 @@ class PolicyTrainer:
             loss.backward()  # type: ignore[no-untyped-call]
         current_N = current_N.detach()
         metrics.add(out.metrics, value)
-        self._add_tokens(metrics, current_N, fields, entropy_N)
-        if self._num_steps_since_publish == 0:
-            fresh_N = torch.tensor(
-                [
-                    sample.num_versions == 1 and version == self._version
-                    for sample in row.samples
-                    for version, trained in zip(sample.versions, sample.mask, strict=True)
-                    if trained
-                ],
-                device=current_N.device,
-            )
-            metrics.add_fresh(current_N[fresh_N], fields.behaviour_logprobs_N[fresh_N])
+        version = self._version if self._num_steps_since_publish == 0 else None
+        _add_token_metrics(metrics, row, fields, current_N, entropy_N, version)
         for sample, logprobs_T in zip(row.samples, row.scatter(current_N), strict=True):
             self._last_logprobs[sample.id] = logprobs_T
-
-    def _add_tokens(self, metrics: MinibatchMetrics, current_N: Tensor, fields: TokenFields, entropy_N: Tensor) -> None:
-        """Of the rl tokens, the only ones that an engine has sampled. Before the first step of a batch the proximal
-        policy is the current one; after it, the current one has moved and says nothing about the engine."""
-        places = fields.places_of("rl")
-        own = slice(None) if places is None else places
-        behaviour_N = fields.behaviour_logprobs_N[own]
-        proximal_N = fields.proximal_logprobs_N
-        if proximal_N is None and self._num_steps_since_publish == 0:
-            proximal_N = current_N
-        if len(behaviour_N):
-            metrics.add_tokens(
-                proximal_N=None if proximal_N is None else proximal_N[own],
-                behaviour_N=behaviour_N,
-                entropy_N=entropy_N[own],
-            )
-
-    def _skipped(self, minibatch: Minibatch, algorithm: Algorithm) -> set[int]:
-        """Places of samples whose gradient is provably 0."""
-        if not (self._config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient):
-            return set()
-        return {
-            i
-            for i, (sample, advantages_T) in enumerate(zip(minibatch.samples, minibatch.advantages, strict=True))
-            if sample.stream == "rl" and sample.teacher_logprobs is None and not advantages_T.any()
-        }
 
     def _rows(self, samples: Sequence[Sample]) -> Iterator[PackedRow]:
         config = self._config
@@ -298,6 +262,54 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
         layer.training = True
+
+
+def _skipped(minibatch: Minibatch, algorithm: Algorithm, config: TrainerConfig) -> set[int]:
+    """Places of samples whose gradient is provably 0."""
+    if not (config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient):
+        return set()
+    return {
+        i
+        for i, (sample, advantages_T) in enumerate(zip(minibatch.samples, minibatch.advantages, strict=True))
+        if sample.stream == "rl" and sample.teacher_logprobs is None and not advantages_T.any()
+    }
+
+
+def _add_token_metrics(
+    metrics: MinibatchMetrics,
+    row: PackedRow,
+    fields: TokenFields,
+    current_N: Tensor,
+    entropy_N: Tensor,
+    version: PolicyVersion | None,
+) -> None:
+    """Of the rl tokens, the only ones that an engine has sampled. ``current_N`` is detached. ``version``: the trainer's
+    before the first step of a batch, when the proximal policy is the current one; None after it, when the current one
+    has moved and says nothing about the engine."""
+    places = fields.places_of("rl")
+    own = slice(None) if places is None else places
+    behaviour_N = fields.behaviour_logprobs_N[own]
+    proximal_N = fields.proximal_logprobs_N
+    if proximal_N is None and version is not None:
+        proximal_N = current_N
+    if len(behaviour_N):
+        metrics.add_tokens(
+            proximal_N=None if proximal_N is None else proximal_N[own],
+            behaviour_N=behaviour_N,
+            entropy_N=entropy_N[own],
+        )
+    if version is not None:
+        fresh_N = torch.tensor(
+            [
+                sample.num_versions == 1 and token_version == version
+                for sample in row.samples
+                for token_version, trained in zip(sample.versions, sample.mask, strict=True)
+                if trained
+            ],
+            dtype=torch.bool,
+            device=current_N.device,
+        )
+        metrics.add_fresh(current_N[fresh_N], fields.behaviour_logprobs_N[fresh_N])
 
 
 def _select(minibatch: Minibatch, places: list[int]) -> Minibatch:
