@@ -58,7 +58,8 @@ def mutants(source: str) -> Iterator[Mutant]:
             name = f"{function}: {_text(node)} -> {_text(replacement)}"
             seen[name] = seen.get(name, 0) + 1
             suffix = f" ({seen[name]})" if seen[name] > 1 else ""
-            yield Mutant(name + suffix, getattr(node, "lineno", 0), ast.unparse(changed))
+            line = getattr(node.target if isinstance(node, ast.comprehension) else node, "lineno", 0)
+            yield Mutant(name + suffix, line, ast.unparse(changed))
 
 
 class _Swap(ast.NodeTransformer):

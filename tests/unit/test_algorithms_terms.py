@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_algorithms_advantage import with_greedy
 from test_algorithms_loss import build, f64, fields_of, gradient
 from torch import Tensor
 
@@ -16,7 +17,9 @@ from headrace.algorithms.corrections import masked, mean_weight, truncated
 from headrace.algorithms.fields import LossOutput, Minibatch, StreamTotals, Totals
 from headrace.algorithms.kl import k3
 from headrace.algorithms.objectives import OBJECTIVES, ObjectiveInput, ObjectiveOutput, binary_kl
-from headrace.types import AttemptKey, Sample
+from headrace.algorithms.ratios import episode_means
+from headrace.algorithms.shaping import greedy_rewards, kl_penalties
+from headrace.types import AttemptKey, PolicyVersion, RolloutBatch, Sample
 
 
 def objective(name: str, logprobs: Tensor, anchor: Tensor, advantages: Tensor, **options: Any) -> ObjectiveOutput:
@@ -174,3 +177,35 @@ def test_nothing_is_chosen_where_nothing_is_trained() -> None:
     )
     algorithm: Any = build("m2po")
     assert algorithm.prepare(minibatch, zeros, step=0) is minibatch
+
+
+@pytest.mark.parametrize("missing", ["proximal_logprobs", "reference_logprobs"])
+def test_kl_in_the_reward_needs_both_policies(missing: str) -> None:
+    """Either one missing is one clear error."""
+    given = {name: [torch.zeros(2)] for name in ("proximal_logprobs", "reference_logprobs") if name != missing}
+    batch = RolloutBatch(index=0, groups=(), samples=(untrained_sample(),), version=PolicyVersion(0, 0))
+    with pytest.raises(ValueError, match="needs the proximal and the reference log-probabilities"):
+        build("reinforce", kl={"coefficient": 0.1}).advantage(batch, **given)
+
+
+def test_penalties_of_the_reward_carry_no_graph() -> None:
+    """FAILURES 61: a reward is a number, also where the log-probabilities that it is made of are of a live model."""
+    key = AttemptKey(0, 0)
+    sample = dataclasses.replace(untrained_sample(), mask=(0, 1), id=f"{key}/0")
+    live = [f64(-0.3, -0.7).requires_grad_()]
+    (penalty_N,) = kl_penalties([sample], "k1", 0.5, live, [f64(-0.2, -0.5)])
+    assert penalty_N.tolist() == pytest.approx([0.1]) and not penalty_N.requires_grad
+
+
+def test_the_mean_of_an_episode_without_tokens_is_zero() -> None:
+    """A micro-batch counts all of its episodes, those of other streams too."""
+    assert episode_means(f64(1.0, 3.0), torch.tensor([2, 2]), 4).tolist() == [0.0, 0.0, 2.0, 0.0]
+
+
+def test_groups_without_a_greedy_reply_have_no_baseline() -> None:
+    """ReMax: neither a missing reply nor one without a score has a reward."""
+    scored, unscored = with_greedy(3, 0.5), with_greedy(4, 0.5)
+    assert unscored.baseline is not None
+    unscored = dataclasses.replace(unscored, baseline=dataclasses.replace(unscored.baseline, score=None))
+    missing = dataclasses.replace(with_greedy(5, 0.5), baseline=None)
+    assert greedy_rewards([missing, unscored, scored], 16, None) == {3: 0.5}

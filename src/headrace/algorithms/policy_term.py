@@ -89,7 +89,7 @@ def _proximal(r: ResolvedAlgorithm, logprobs_N: Tensor, fields: TokenFields) -> 
         if fields.ages_N is None:
             raise ValueError("an interpolated proximal policy needs fields.ages_N")
         # Counted from the version at the batch's start, 0: a token of age a was sampled by -a, and 1 is being made.
-        return interpolated_proximal(logprobs_N.detach(), fields.behaviour_logprobs_N.detach(), -fields.ages_N, 0, 1)
+        return interpolated_proximal(logprobs_N, fields.behaviour_logprobs_N.detach(), -fields.ages_N, 0, 1)
     return (logprobs_N if fields.proximal_logprobs_N is None else fields.proximal_logprobs_N).detach()
 
 

@@ -81,6 +81,6 @@ def interpolated_proximal(
     itself (v = v_b) takes lb.
     """
     span_N = version - behaviour_version_N
-    share_N = (proximal_version - behaviour_version_N).double() / span_N.clamp(min=1)
+    share_N = (proximal_version - behaviour_version_N).double() / span_N
     alpha_N = torch.where(span_N > 0, share_N, 0.0).to(logprobs_N.dtype)
     return behaviour_N + alpha_N * (logprobs_N - behaviour_N).detach()
