@@ -69,13 +69,13 @@ def taught_places(fields: TokenFields) -> Tensor | None:
 
     Raises ValueError for a token of the distillation stream without one."""
     teacher_N = fields.teacher_logprobs_N
-    alone_N = fields.places_of("distillation")
+    alone_N = fields.places_of("distillation")  # None: there is the rl stream alone
     if teacher_N is None:
-        if fields.stream_N is not None and alone_N is not None and len(alone_N):
+        if alone_N is not None and len(alone_N):
             raise ValueError("distillation needs fields.teacher_logprobs_N")
         return None
     places_M = (~teacher_N.isnan()).nonzero()[:, 0]
-    if fields.stream_N is not None and alone_N is not None and bool(teacher_N[alone_N].isnan().any()):
+    if alone_N is not None and bool(teacher_N[alone_N].isnan().any()):
         raise ValueError("a token of the distillation stream has no teacher log-probability (NaN)")
     return places_M if len(places_M) else None
 
