@@ -57,6 +57,9 @@ class TransformersEngineConfig(Section):
     weights: Literal["shared", "copy"] = "shared"
     """``shared``: nothing is copied, and decoding waits from a batch's first optimizer step until its publish.
     ``copy``: the engine holds its own weights and keeps decoding during all of a batch's steps."""
+    packed_weights: bool | None = None
+    """Keep a second copy of the linear layers' weights, laid out for decoding (engines/packed.py). None: where that
+    helps, which is float32 on a CPU; true is refused elsewhere."""
     kv_policy: Literal["keep", "recompute"] = "keep"
     """What happens to the keys and values of running requests when weights change."""
     carry_kept_ids: bool = True

@@ -85,6 +85,8 @@ class TrainableWeights:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        # torch's fused kernels write without raising version counters, by which others know that a weight has changed
+        torch.autograd.graph.increment_version(list(self.masters.values()))
         self.clear()
         round_into_model(self._parameters, self.masters)
         return norm, True
