@@ -218,6 +218,8 @@ class AlgorithmNeeds:
     """Proximal log-probabilities as a separate pass even when a batch makes one optimizer step."""
     entropy: bool = False
     """Differentiable entropy per token."""
+    values: bool = False
+    """A critic's values; the algorithm is then a :class:`CriticAlgorithm`."""
 
 
 class Algorithm(Protocol):
@@ -256,6 +258,32 @@ class Algorithm(Protocol):
         ...
 
 
+class CriticAlgorithm(Algorithm, Protocol):
+    """An algorithm whose ``needs.values`` is True: it reads a critic's values and says what they should have been."""
+
+    def advantage(
+        self,
+        batch: RolloutBatch,
+        *,
+        proximal_logprobs: Sequence[Tensor] | None = None,
+        reference_logprobs: Sequence[Tensor] | None = None,
+        values: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """``values``: for each sample a float32 [T]; entry t is the value of the state in which id t was sampled."""
+        ...
+
+    def value_targets(
+        self,
+        batch: RolloutBatch,
+        *,
+        values: Sequence[Tensor],
+        proximal_logprobs: Sequence[Tensor] | None = None,
+        reference_logprobs: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """What the critic is trained towards: for each sample a float32 tensor [T], 0 where the mask is 0."""
+        ...
+
+
 class Trainer(Protocol):
     """The four verbs, plus forward, save and restore. Blocking: the loop calls it on the trainer's own thread."""
 
@@ -267,8 +295,9 @@ class Trainer(Protocol):
         """Optimizer steps done."""
         ...
 
-    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[Tensor]:
-        """Log-probabilities of ``samples``, each [T] in float32, 0 where the mask is 0. No gradient."""
+    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference", "critic"]) -> list[Tensor]:
+        """Log-probabilities of ``samples``, each [T] in float32, 0 where the mask is 0; of the critic: values. No
+        gradient."""
         ...
 
     def forward_backward(self, minibatch: Any, algorithm: Algorithm) -> dict[str, float]:

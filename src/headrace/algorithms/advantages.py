@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.algorithms.values import gae
 from headrace.types import AttemptKey
 
 STD_DELTA = 1e-6
@@ -29,6 +30,8 @@ class EpisodeRewards:
     reward: float
     reward_T: Tensor
     """float64 [T]: per-token rewards, KL penalties, and at the last token what is left of the episode's reward."""
+    value_T: Tensor | None = None
+    """float64 [T]: a critic's values, at behaviour time, of the states in which the tokens were sampled."""
 
 
 # ------------------------------------------------------------------ within a group: rewards [G] -> advantages [G]
@@ -119,12 +122,36 @@ def whiten(values: Sequence[Tensor]) -> list[Tensor]:
     return [(v - mean) / (std + WHITEN_DELTA) for v in values]
 
 
+def gae_advantages(episodes: Sequence[EpisodeRewards], *, gamma: float, gae_lambda: float) -> list[Tensor]:
+    """GAE of each episode (values.py): PPO, arXiv 1707.06347, section 5. Raises ValueError where values are missing."""
+    return [gae(e.reward_T, _values(e), gamma, gae_lambda) for e in episodes]
+
+
+def gae_whitened(episodes: Sequence[EpisodeRewards], *, gamma: float, gae_lambda: float) -> list[Tensor]:
+    """GAE whitened over all trained tokens of the rollout batch, as PPO is run on language models."""
+    return whiten(gae_advantages(episodes, gamma=gamma, gae_lambda=gae_lambda))
+
+
+def lambda_returns(episodes: Sequence[EpisodeRewards], *, gamma: float, gae_lambda: float) -> list[Tensor]:
+    """G_t = A_t + V_t, from advantages before any whitening: what a critic learns. float64 [T] for each episode."""
+    advantages = gae_advantages(episodes, gamma=gamma, gae_lambda=gae_lambda)
+    return [advantage_T + _values(e) for advantage_T, e in zip(advantages, episodes, strict=True)]
+
+
+def _values(episode: EpisodeRewards) -> Tensor:
+    if episode.value_T is None:
+        raise ValueError(f"the advantage of episode {episode.key} needs a critic's values, and there are none")
+    return episode.value_T
+
+
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """``group_relative``: compares the members of a group, so that a group of size 1 is an error."""
+    """``group_relative``: compares the members of a group, so that a group of size 1 is an error. ``needs_values``:
+    reads a critic's values, and its function takes ``gamma`` and ``gae_lambda`` besides the episodes."""
 
-    function: EpisodeEstimator
+    function: Callable[..., list[Tensor]]
     group_relative: bool
+    needs_values: bool = False
 
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {
@@ -133,5 +160,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "leave_one_out": AdvantageEstimator(within_groups(leave_one_out), group_relative=True),
     "group_centred_whitened": AdvantageEstimator(group_centred_whitened, group_relative=True),
     "batch_whitened": AdvantageEstimator(batch_whitened, group_relative=False),
+    "gae": AdvantageEstimator(gae_advantages, group_relative=False, needs_values=True),
+    "gae_whitened": AdvantageEstimator(gae_whitened, group_relative=False, needs_values=True),
     "none": AdvantageEstimator(returns, group_relative=False),
 }

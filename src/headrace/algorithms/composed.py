@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.algorithms import shaping
-from headrace.algorithms.advantages import ADVANTAGES
+from headrace.algorithms.advantages import ADVANTAGES, EpisodeRewards, lambda_returns
 from headrace.algorithms.aggregations import AGGREGATIONS
 from headrace.algorithms.corrections import CORRECTIONS, CorrectionWeights
 from headrace.algorithms.fields import LossOutput, TokenFields, Totals
@@ -38,13 +38,18 @@ class ComposedAlgorithm:
         """KL in the reward needs proximal log-probabilities before the first step, to be subtracted from it."""
         r = self.resolved
         return AlgorithmNeeds(
-            reference=r.kl_coefficient > 0, proximal=r.kl_in_reward, entropy=r.entropy_coefficient > 0
+            reference=r.kl_coefficient > 0,
+            proximal=r.kl_in_reward,
+            entropy=r.entropy_coefficient > 0,
+            values=r.needs_values,
         )
 
     @property
     def zero_advantage_means_zero_gradient(self) -> bool:
-        """Each policy term is a product with the advantage; KL in the loss and the entropy bonus are not."""
-        return not self.resolved.kl_in_loss and self.resolved.entropy_coefficient == 0
+        """Each policy term is a product with the advantage; KL in the loss, the entropy bonus and a critic's loss are
+        not."""
+        r = self.resolved
+        return not r.kl_in_loss and r.entropy_coefficient == 0 and not r.needs_values
 
     def keep_group(self, group: Group) -> bool:
         """With dynamic sampling: whether the group's scored rewards differ. Without: always True."""
@@ -60,13 +65,49 @@ class ComposedAlgorithm:
         *,
         proximal_logprobs: Sequence[Tensor] | None = None,
         reference_logprobs: Sequence[Tensor] | None = None,
+        values: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         """float32 [T] for each sample, 0 where the mask is 0. One per episode for group-relative estimators.
 
         With ``mask_truncated`` a truncated reply stays in its group's baseline and its own advantages become 0; its
         tokens still count in the denominators (counts before rejection). Raises ValueError for a group of one
-        under a group-relative estimator, a sample without reward, or missing log-probabilities.
+        under a group-relative estimator, a sample without reward, or missing log-probabilities or values.
         """
+        r, samples = self.resolved, batch.samples
+        estimator = ADVANTAGES[r.advantage]
+        episodes, rewards = self._rewards(batch, proximal_logprobs, reference_logprobs, values)
+        options = self._gae_options() if estimator.needs_values else {}
+        advantages = shaping.scatter(samples, episodes, estimator.function(rewards, **options))
+        if r.mask_truncated:
+            return [torch.zeros_like(a) if s.truncated else a for s, a in zip(samples, advantages, strict=True)]
+        return advantages
+
+    def value_targets(
+        self,
+        batch: RolloutBatch,
+        *,
+        values: Sequence[Tensor],
+        proximal_logprobs: Sequence[Tensor] | None = None,
+        reference_logprobs: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The lambda-returns that a critic is trained towards: float32 [T] for each sample, 0 where the mask is 0."""
+        episodes, rewards = self._rewards(batch, proximal_logprobs, reference_logprobs, values)
+        return shaping.scatter(batch.samples, episodes, lambda_returns(rewards, **self._gae_options()))
+
+    def _gae_options(self) -> dict[str, float]:
+        r = self.resolved
+        if r.gamma is None or r.gae_lambda is None:
+            raise ValueError(f"advantage '{r.advantage}' needs a critic: build_algorithm(..., critic=config.critic)")
+        return {"gamma": r.gamma, "gae_lambda": r.gae_lambda}
+
+    def _rewards(
+        self,
+        batch: RolloutBatch,
+        proximal_logprobs: Sequence[Tensor] | None,
+        reference_logprobs: Sequence[Tensor] | None,
+        values: Sequence[Tensor] | None,
+    ) -> tuple[shaping.EpisodeSamples, list[EpisodeRewards]]:
+        """Which samples make up each episode, and its shaped rewards (and values) token by token."""
         r, samples = self.resolved, batch.samples
         penalties = None
         if r.kl_in_reward:
@@ -76,11 +117,7 @@ class ComposedAlgorithm:
             penalties = shaping.kl_penalties(
                 samples, r.kl_estimator, r.kl_coefficient, proximal_logprobs, reference_logprobs
             )
-        episodes, rewards = shaping.episode_rewards(samples, self.shape_rewards(batch), penalties)
-        advantages = shaping.scatter(samples, episodes, ADVANTAGES[r.advantage].function(rewards))
-        if r.mask_truncated:
-            return [torch.zeros_like(a) if s.truncated else a for s, a in zip(samples, advantages, strict=True)]
-        return advantages
+        return shaping.episode_rewards(samples, self.shape_rewards(batch), penalties, values)
 
     def loss(self, logprobs_N: Tensor, fields: TokenFields) -> LossOutput:
         """See :class:`~headrace.algorithms.fields.LossOutput`. Sums over micro-batches give the minibatch's loss."""

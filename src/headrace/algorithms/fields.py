@@ -63,3 +63,6 @@ class Minibatch:
     proximal_logprobs: Sequence[Tensor] | None
     reference_logprobs: Sequence[Tensor] | None
     totals: Totals
+    values: Sequence[Tensor] | None = None
+    """A critic's, at behaviour time."""
+    value_targets: Sequence[Tensor] | None = None

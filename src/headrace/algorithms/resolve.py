@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace.algorithms.advantages import ADVANTAGES
 from headrace.algorithms.objectives import OBJECTIVES
 from headrace.algorithms.presets import PRESETS, Preset
-from headrace.config.schema import AlgorithmConfig, CorrectionConfig, KlConfig
+from headrace.config.schema import AlgorithmConfig, CorrectionConfig, CriticConfig, KlConfig
 from headrace.errors import ConfigError
 
 TRUNCATED_HIGH = 2.0
@@ -44,11 +44,18 @@ class ResolvedAlgorithm:
     mask_truncated: bool
     max_new_tokens: int
     """Where the overlong penalty ends, in tokens."""
+    gamma: float | None = None
+    gae_lambda: float | None = None
 
     @property
     def is_group_relative(self) -> bool:
         """True where the advantage compares the members of a group, so that a group of size 1 is an error."""
         return ADVANTAGES[self.advantage].group_relative
+
+    @property
+    def needs_values(self) -> bool:
+        """True where the advantage reads a critic's values."""
+        return ADVANTAGES[self.advantage].needs_values
 
     @property
     def kl_in_loss(self) -> bool:
@@ -59,8 +66,11 @@ class ResolvedAlgorithm:
         return self.kl_coefficient > 0 and self.kl_placement == "reward"
 
 
-def resolve(config: AlgorithmConfig, *, asynchronous: bool, max_new_tokens: int) -> ResolvedAlgorithm:
-    """The preset with the user's deviations.
+def resolve(
+    config: AlgorithmConfig, *, asynchronous: bool, max_new_tokens: int, critic: CriticConfig | None = None
+) -> ResolvedAlgorithm:
+    """The preset with the user's deviations. ``critic`` gives GAE its numbers; whether there must be one, or must not,
+    is checked with the whole configuration (config/checks.py).
 
     Raises ConfigError, one problem for each key: an unknown preset (with the nearest name), a value out of bounds,
     or an option that the user set and that has no effect in this composition.
@@ -76,9 +86,11 @@ def resolve(config: AlgorithmConfig, *, asynchronous: bool, max_new_tokens: int)
             problems.append(f"algorithm.{name} has no effect with objective '{objective}': remove it")
     kl_coefficient, kl_estimator, kl_placement = _kl(config.kl, preset, problems)
     correction_type, correction_low, correction_high = _correction(config.correction, asynchronous, problems)
+    advantage = config.advantage or preset.advantage
+    gae_critic = critic if ADVANTAGES[advantage].needs_values else None
     resolved = ResolvedAlgorithm(
         preset=config.preset,
-        advantage=config.advantage or preset.advantage,
+        advantage=advantage,
         objective=objective,
         ratio_level=(config.ratio_level or preset.ratio_level) if "ratio_level" in options else None,
         clip_low=_first(config.clip_low, preset.clip_low) if "clip_low" in options else None,
@@ -96,6 +108,8 @@ def resolve(config: AlgorithmConfig, *, asynchronous: bool, max_new_tokens: int)
         overlong_buffer=config.overlong_buffer or round(preset.overlong_fraction * max_new_tokens) or None,
         mask_truncated=bool(config.mask_truncated),
         max_new_tokens=max_new_tokens,
+        gamma=gae_critic.gamma if gae_critic else None,
+        gae_lambda=gae_critic.gae_lambda if gae_critic else None,
     )
     problems += _bounds(resolved)
     if problems:
@@ -183,5 +197,10 @@ def _bounds(r: ResolvedAlgorithm) -> list[str]:
         problems.append(
             f"algorithm.mask_truncated cannot hold together with algorithm.{term}: that term would still train the "
             "truncated replies; " + ("set algorithm.kl.placement to 'reward'" if r.kl_in_loss else "remove one")
+        )
+    if r.mask_truncated and r.needs_values:
+        problems.append(
+            "algorithm.mask_truncated cannot hold together with a critic: the value loss would still train on the "
+            "truncated replies; remove it"
         )
     return problems

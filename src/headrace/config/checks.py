@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.config.load import config_error
-from headrace.config.schema import ArithmeticTasks, FileTasks, RunConfig, Section
+from headrace.config.schema import ArithmeticTasks, FileTasks, RunConfig, Section, SharedCriticConfig
 from headrace.protocols import EngineCapabilities
 
 
@@ -26,6 +26,8 @@ class AlgorithmTraits:
     """Its advantage compares the members of a group, so that a group of one carries no signal."""
     dynamic_sampling: bool
     """Groups whose rewards are all equal are replaced."""
+    needs_values: bool = False
+    """Its advantages need a critic's values."""
 
 
 def check_config(
@@ -168,7 +170,8 @@ def _training(config: RunConfig) -> Iterator[str]:
     if trainer.schedule.type == "constant":
         for name in _set(trainer.schedule, "final_fraction"):
             yield f'trainer.schedule.{name} has no effect: trainer.schedule.type is "constant"; use linear or cosine'
-    num_steps = trainer.num_batches * trainer.num_epochs * trainer.num_minibatches
+    critic_batches = config.critic.warmup_batches if config.critic is not None else 0
+    num_steps = (trainer.num_batches - critic_batches) * trainer.num_epochs * trainer.num_minibatches
     if trainer.schedule.warmup_steps >= num_steps:
         yield (
             f"trainer.schedule.warmup_steps = {trainer.schedule.warmup_steps}, but the run has {num_steps} optimizer "
@@ -184,6 +187,36 @@ def _training(config: RunConfig) -> Iterator[str]:
     other = "bfloat16" if config.model.dtype == "float32" else "float32"
     for name in _set(config.guards, f"max_ratio_error_{other}"):
         yield f'guards.{name} has no effect: model.dtype is "{config.model.dtype}"'
+
+
+def _critic(config: RunConfig) -> Iterator[str]:
+    critic, trainer = config.critic, config.trainer
+    if critic is None:
+        return
+    if critic.warmup_batches >= trainer.num_batches:
+        yield (
+            f"critic.warmup_batches = {critic.warmup_batches}, but the run has {trainer.num_batches} rollout batches "
+            "(trainer.num_batches): the policy would never be trained"
+        )
+    if critic.schedule.type == "constant":
+        for name in _set(critic.schedule, "final_fraction"):
+            yield f'critic.schedule.{name} has no effect: critic.schedule.type is "constant"; use linear or cosine'
+    steps_per_batch = trainer.num_epochs * trainer.num_minibatches
+    if critic.schedule.warmup_steps >= trainer.num_batches * steps_per_batch:
+        yield (
+            f"critic.schedule.warmup_steps = {critic.schedule.warmup_steps}, but the run has "
+            f"{trainer.num_batches * steps_per_batch} optimizer steps: the full learning rate would never be reached"
+        )
+    if steps_per_batch == 1:
+        for name in _set(critic, "value_clip"):
+            yield (
+                f"critic.{name} has no effect: one optimizer step per rollout batch (trainer.num_minibatches x "
+                "trainer.num_epochs = 1) starts from the very values that it is measured against; remove it or make "
+                "more steps per batch"
+            )
+    if isinstance(critic, SharedCriticConfig) and not critic.train_backbone:
+        for name in _set(critic, "loss_coefficient"):
+            yield f"critic.{name} has no effect: critic.train_backbone is false, so the value loss moves the head only"
 
 
 def _evaluates(config: RunConfig) -> bool:
@@ -211,7 +244,7 @@ def _monitor(config: RunConfig) -> Iterator[str]:
         yield f'name = "{config.name}" would put the run outside its own folder; choose a name'
 
 
-_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _evaluation, _monitor)
+_CHECKS = (_synchronous, _groups, _sampling, _tasks, _training, _critic, _evaluation, _monitor)
 
 
 # ----------------------------------------------------------------- what the engine and the algorithm can do
@@ -222,6 +255,16 @@ def _algorithm(config: RunConfig, algorithm: AlgorithmTraits) -> Iterator[str]:
         yield (
             f"rollout.group_size = 1 with the group-relative advantages of algorithm '{config.algorithm.preset}': a "
             "group of one is always equal to its own mean and learns nothing; use a group_size of 2 or more"
+        )
+    if algorithm.needs_values and config.critic is None:
+        yield (
+            f"algorithm '{config.algorithm.preset}' needs the values of a critic, and there is no [critic] section: add "
+            'one (type = "shared" or "separate"), or choose an algorithm without critic'
+        )
+    if config.critic is not None and not algorithm.needs_values:
+        yield (
+            f"the section [critic] has no effect: the advantages of algorithm '{config.algorithm.preset}' use no values; "
+            'remove it, or set algorithm.preset = "ppo_critic" or algorithm.advantage = "gae"'
         )
     if not algorithm.dynamic_sampling:
         for name in _set(config.rollout, "max_filter_factor"):

@@ -170,8 +170,11 @@ class AlgorithmConfig(Section):
     """A preset, and what deviates from it. None means: as the preset says."""
 
     preset: str = "grpo"
-    """grpo, dr_grpo, rloo, reinforce, reinforce++, dapo, gspo, cispo, ppo, or an entry point's name."""
-    advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_whitened", "none"] | None = None
+    """grpo, dr_grpo, rloo, reinforce, reinforce++, dapo, gspo, cispo, ppo, ppo_critic, or an entry point's name."""
+    advantage: (
+        Literal["group_normalised", "group_centred", "leave_one_out", "batch_whitened", "gae", "gae_whitened", "none"]
+        | None
+    ) = None
     ratio_level: Literal["token", "sequence"] | None = None
     objective: Literal["ppo", "cispo", "reinforce"] | None = None
     clip_low: float | None = Field(None, ge=0)
@@ -226,6 +229,48 @@ class TrainerConfig(Section):
     share_prompts: bool = True
     """Compute a group's shared prompt once in the training pass (equal in loss and gradient)."""
     num_threads: int | None = Field(None, ge=1)
+
+
+class CriticSection(Section):
+    """What both kinds of critic have: an optimizer of their own, and the numbers of GAE and of the value loss."""
+
+    learning_rate: float = Field(1e-5, ge=0)
+    schedule: ScheduleConfig = ScheduleConfig()
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_batches: int = Field(0, ge=0)
+    """The run's first rollout batches, which train the critic only. They are published as versions like any other,
+    with the policy's weights as they were; the policy's own schedule starts after them."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """Largest step of a value away from what it was at behaviour time, in units of the reward."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount for each trained token."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """GAE: 1 compares the whole return with the value, 0 looks one token ahead."""
+
+
+class SharedCriticConfig(CriticSection):
+    """A value head on the policy's own hidden states."""
+
+    type: Literal["shared"] = "shared"
+    train_backbone: bool = False
+    """Let the value loss move the policy's weights too; its optimizer then steps on the sum of both gradients."""
+    loss_coefficient: float = Field(0.1, gt=0)
+    """Weight of the value loss in the backbone's gradient; the head itself learns from the whole."""
+
+
+class SeparateCriticConfig(CriticSection):
+    """A model of its own with a value head."""
+
+    type: Literal["separate"] = "separate"
+    path: str | None = None
+    """What it starts from, as ``model.path``; None takes the policy's start. It must speak the policy's ids."""
+    lora: LoraConfig | None = None
+
+
+CriticConfig = Annotated[SharedCriticConfig | SeparateCriticConfig, Field(discriminator="type")]
 
 
 class RolloutConfig(Section):
@@ -322,6 +367,8 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig | None = None
+    """For algorithms whose advantages need values (PPO with GAE); absent: no critic."""
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
