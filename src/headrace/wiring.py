@@ -17,7 +17,7 @@ import torch
 from headrace.algorithms.registry import build_algorithm
 from headrace.config.checks import AlgorithmTraits, check_config
 from headrace.config.load import resolved
-from headrace.config.schema import RunConfig
+from headrace.config.schema import RunConfig, SeparateCriticConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
@@ -46,6 +46,7 @@ from headrace.record.run_dir import RunDirectory, collect_run_info
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.rewards.build import build_rewards
+from headrace.trainer.critic import Critic
 from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
@@ -82,6 +83,7 @@ def check_before_work(config: RunConfig) -> Checked:
         asynchronous=config.rollout.max_staleness > 0,
         max_new_tokens=config.sampling.max_new_tokens,
         min_group_size=config.rollout.min_group_size,
+        critic=config.critic,
     )
     composed = getattr(algorithm, "resolved", None)  # a third party's algorithm knows its own options
     check_config(
@@ -89,6 +91,7 @@ def check_before_work(config: RunConfig) -> Checked:
         algorithm=AlgorithmTraits(
             group_relative=getattr(composed, "is_group_relative", False),
             dynamic_sampling=getattr(composed, "dynamic_sampling", True),
+            needs_values=algorithm.needs.values,
         ),
     )
     splits = build_tasks(config.tasks)
@@ -111,6 +114,25 @@ def load_policy(config: RunConfig) -> Policy:
         loaded=loaded,
         renderer=ChatRenderer(loaded.tokenizer, config.model.chat_template, generation_eos_ids(path)),
     )
+
+
+def load_critic(config: RunConfig, policy: Policy) -> Critic | None:
+    """The critic that the configuration names; None where it names none. Raises ConfigError for a model that does not
+    fit the policy."""
+    if config.critic is None:
+        return None
+    own = None
+    if isinstance(config.critic, SeparateCriticConfig):
+        path = resolve_model_path(config.critic.path or config.model.path)
+        own = load_model(path, config.model.dtype, lora=config.critic.lora, seed=config.seed)
+        needed = config.engine.max_context or policy.loaded.max_context
+        if own.max_context < needed:
+            raise ConfigError(
+                f"critic.path: the model allows {own.max_context} tokens, but prompt and reply may have {needed}; "
+                "choose a model with a longer context, or lower engine.max_context"
+            )
+    num_steps = config.trainer.num_batches * num_steps_per_batch(config.trainer)
+    return Critic(config.critic, policy.loaded, own=own, num_steps=num_steps)
 
 
 def check_prompts(tasks: TaskSource, renderer: Renderer, config: RunConfig, max_context: int) -> None:
@@ -173,12 +195,15 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
     policy = load_policy(config)
     for source in (checked.splits.train, checked.splits.held_out):
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
+    critic = load_critic(config, policy)
+    num_frozen_batches = config.critic.warmup_batches if config.critic is not None else 0
     trainer = PolicyTrainer(
         policy.loaded,
         config.trainer,
-        num_steps=config.trainer.num_batches * num_steps_per_batch(config.trainer),
+        num_steps=(config.trainer.num_batches - num_frozen_batches) * num_steps_per_batch(config.trainer),
         with_reference=checked.algorithm.needs.reference,
         activation_checkpointing=config.model.activation_checkpointing,
+        critic=critic,
     )
     run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
     try:

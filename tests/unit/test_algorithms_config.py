@@ -32,7 +32,7 @@ def test_every_preset_builds(preset: str, asynchronous: bool) -> None:
     assert algorithm.resolved.preset == preset
     assert algorithm.resolved.correction_type == ("decoupled" if asynchronous else "none")
     assert algorithm.resolved.correction_high == (2.0 if asynchronous else None)
-    assert algorithm.zero_advantage_means_zero_gradient
+    assert algorithm.zero_advantage_means_zero_gradient == (preset != "ppo_critic")
 
 
 # preset -> advantage, objective, ratio level, clip low, clip high, aggregation, dynamic sampling, overlong buffer
@@ -47,6 +47,7 @@ COMPOSITIONS = {
     "gspo": ("group_normalised", "ppo", "sequence", 3e-4, 4e-4, "seq_mean_token_mean", False, None),
     "cispo": ("group_normalised", "cispo", "token", 1.0, 0.28, "token_mean", False, None),
     "ppo": ("batch_whitened", "ppo", "token", 0.2, 0.2, "token_mean", False, None),
+    "ppo_critic": ("gae_whitened", "ppo", "token", 0.2, 0.2, "token_mean", False, None),
 }
 
 

@@ -35,8 +35,8 @@ def build_algorithm(
 
     ``asynchronous``: episodes may be older than the policy that is trained, which turns the default correction on.
     ``max_new_tokens``: ``sampling.max_new_tokens``. ``min_group_size``: ``rollout.min_group_size``, checked where
-    given. ``critic``: the run's, for GAE's discount and lambda. Raises ConfigError as :func:`~headrace.algorithms.resolve.resolve` does, and for groups of one under a
-    group-relative advantage.
+    given. ``critic``: the run's, for GAE's discount and lambda. Raises ConfigError as
+    :func:`~headrace.algorithms.resolve.resolve` does, and for groups of one under a group-relative advantage.
     """
     if config.preset not in PRESETS:
         others = _third_party()

@@ -258,13 +258,13 @@ def _algorithm(config: RunConfig, algorithm: AlgorithmTraits) -> Iterator[str]:
         )
     if algorithm.needs_values and config.critic is None:
         yield (
-            f"algorithm '{config.algorithm.preset}' needs the values of a critic, and there is no [critic] section: add "
-            'one (type = "shared" or "separate"), or choose an algorithm without critic'
+            f"algorithm '{config.algorithm.preset}' needs the values of a critic, and there is no [critic] section: "
+            'add one (type = "shared" or "separate"), or choose an algorithm without critic'
         )
     if config.critic is not None and not algorithm.needs_values:
         yield (
-            f"the section [critic] has no effect: the advantages of algorithm '{config.algorithm.preset}' use no values; "
-            'remove it, or set algorithm.preset = "ppo_critic" or algorithm.advantage = "gae"'
+            f"the section [critic] has no effect: the advantages of algorithm '{config.algorithm.preset}' use no "
+            'values; remove it, or set algorithm.preset = "ppo_critic" or algorithm.advantage = "gae"'
         )
     if not algorithm.dynamic_sampling:
         for name in _set(config.rollout, "max_filter_factor"):

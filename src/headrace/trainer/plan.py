@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from headrace.algorithms.fields import Minibatch, Totals
 from headrace.config.schema import TrainerConfig
-from headrace.protocols import Algorithm, Trainer
+from headrace.protocols import Algorithm, CriticAlgorithm, Trainer
 from headrace.types import RolloutBatch, Sample
 
 
@@ -38,20 +39,36 @@ def plan_update(
     samples = batch.samples
     reference = trainer.forward(samples, "reference") if algorithm.needs.reference else None
     early = trainer.forward(samples, "policy") if algorithm.needs.proximal else None
-    advantages = algorithm.advantage(batch, proximal_logprobs=early, reference_logprobs=reference)
-    _check_advantages(samples, advantages)
     epochs = [
         _split(samples, config.num_minibatches, random.Random(f"{seed}/{batch.index}/{epoch}"))
         for epoch in range(config.num_epochs)
     ]
+    values = targets = None
+    if algorithm.needs.values:
+        critical = cast(CriticAlgorithm, algorithm)
+        values = _values(samples, epochs[0], trainer)
+        advantages = critical.advantage(batch, proximal_logprobs=early, reference_logprobs=reference, values=values)
+        targets = critical.value_targets(batch, values=values, proximal_logprobs=early, reference_logprobs=reference)
+    else:
+        advantages = algorithm.advantage(batch, proximal_logprobs=early, reference_logprobs=reference)
+    _check_advantages(samples, advantages)
     proximal = early
     if early is None and sum(len(epoch) for epoch in epochs) > 1:
         proximal = _proximal(samples, epochs[0], advantages, algorithm, trainer, config)
     return [
-        _minibatch(samples, places, advantages, proximal, reference, max_new_tokens)
+        _minibatch(samples, places, advantages, proximal, reference, max_new_tokens, values, targets)
         for epoch in epochs
         for places in epoch
     ]
+
+
+def _values(samples: Sequence[Sample], minibatches: list[list[int]], trainer: Trainer) -> list[Tensor]:
+    """The critic's values at behaviour time, by the first epoch's minibatches: its first pass gives them again."""
+    values = [torch.zeros(len(sample.ids)) for sample in samples]
+    for places in minibatches:
+        for i, values_T in zip(places, trainer.forward([samples[i] for i in places], "critic"), strict=True):
+            values[i] = values_T
+    return values
 
 
 def _proximal(
@@ -106,6 +123,8 @@ def _minibatch(
     proximal: Sequence[Tensor] | None,
     reference: Sequence[Tensor] | None,
     max_new_tokens: int,
+    values: Sequence[Tensor] | None,
+    targets: Sequence[Tensor] | None,
 ) -> Minibatch:
     chosen = tuple(samples[i] for i in places)
     return Minibatch(
@@ -118,6 +137,8 @@ def _minibatch(
             num_episodes=len({sample.key for sample in chosen}),
             max_length=max_new_tokens,
         ),
+        values=None if values is None else [values[i] for i in places],
+        value_targets=None if targets is None else [targets[i] for i in places],
     )
 
 
