@@ -120,30 +120,34 @@ def recomputing(loaded: LoadedModel, on: bool) -> Iterator[None]:
             layer.gradient_checkpointing = layer.training = False
 
 
-def build_paths(loaded: LoadedModel, samples: Sequence[Sample]) -> dict[str, tuple[Callable[[], None], PolicyTrainer]]:
-    """name -> (one gradient pass, the trainer whose rows it computes)."""
+CONFIGS = {
+    "packed": TrainerConfig(share_prompts=False, max_logit_tokens=256),
+    "shared": TrainerConfig(max_logit_tokens=256),
+    "recomputed": TrainerConfig(max_logit_tokens=256),
+    "whole_logits": TrainerConfig(max_logit_tokens=1 << 20),
+}
+
+
+def make_trainer(loaded: LoadedModel) -> PolicyTrainer:
+    """One for all paths, which differ in its configuration: in bfloat16 a trainer puts hooks on the parameters."""
+    return PolicyTrainer(loaded, CONFIGS["shared"], num_steps=1, activation_checkpointing=True)
+
+
+def build_paths(
+    loaded: LoadedModel, trainer: PolicyTrainer, samples: Sequence[Sample]
+) -> dict[str, tuple[Callable[[], None], list[PackedRow]]]:
+    """name -> (one gradient pass, the rows whose tokens it needs: for the plain path those of ``packed``)."""
     minibatch, algorithm = minibatch_of(samples)
-    options: dict[str, dict[str, Any]] = {
-        "packed": {"share_prompts": False},
-        "shared": {},
-        "recomputed": {},
-        "whole_logits": {"max_logit_tokens": 1 << 20},
-    }
-    with recomputing(loaded, False):
-        trainers = {
-            name: PolicyTrainer(
-                loaded,
-                TrainerConfig(**{"max_logit_tokens": 256, **chosen}),
-                num_steps=1,
-                activation_checkpointing=name == "recomputed",
-            )
-            for name, chosen in options.items()
-        }
+
+    def rows(name: str) -> list[PackedRow]:
+        trainer._config = CONFIGS[name]
+        return list(trainer._rows(samples))
 
     def ours(name: str) -> Callable[[], None]:
         def run() -> None:
+            trainer._config = CONFIGS[name]
             with recomputing(loaded, name == "recomputed"):
-                trainers[name].forward_backward(minibatch, algorithm)
+                trainer.forward_backward(minibatch, algorithm)
 
         return run
 
@@ -151,8 +155,7 @@ def build_paths(loaded: LoadedModel, samples: Sequence[Sample]) -> dict[str, tup
         with attention_of(loaded, "sdpa"), recomputing(loaded, False):
             plain_pass(loaded, samples, minibatch)
 
-    paths = {"plain": (plain, trainers["packed"])}
-    return paths | {name: (ours(name), trainer) for name, trainer in trainers.items()}
+    return {"plain": (plain, rows("packed"))} | {name: (ours(name), rows(name)) for name in CONFIGS}
 
 
 def clear(loaded: LoadedModel) -> None:
@@ -231,12 +234,17 @@ def _status_bytes(field: str) -> int:
 
 
 def measure(
-    loaded: LoadedModel, samples: Sequence[Sample], clock: Callable[[], float], repeats: int, peak_size: int
+    loaded: LoadedModel,
+    trainer: PolicyTrainer,
+    samples: Sequence[Sample],
+    clock: Callable[[], float],
+    repeats: int,
+    peak_size: int,
 ) -> dict[str, Any]:
     """One scenario: parity and memory of each path once, then times in alternation."""
     weight = next(loaded.model.parameters())
-    paths = build_paths(loaded, samples)
-    needed = {name: flops(loaded, list(trainer._rows(samples))) for name, (_, trainer) in paths.items()}
+    paths = build_paths(loaded, trainer, samples)
+    needed = {name: flops(loaded, rows) for name, (_, rows) in paths.items()}
     out: dict[str, dict[str, Any]] = {}
     reference: dict[str, Tensor] = {}
     for name, (run, _) in paths.items():
@@ -268,9 +276,9 @@ def measure(
     return {"num_tokens": num_tokens, "peak_flops_per_s": statistics.median(peaks), "paths": out}
 
 
-def profile(loaded: LoadedModel, samples: Sequence[Sample], path: str) -> list[dict[str, Any]]:
+def profile(loaded: LoadedModel, trainer: PolicyTrainer, samples: Sequence[Sample], path: str) -> list[dict[str, Any]]:
     """Where the time of one pass goes: the ten operators with the most time of their own."""
-    run, _ = build_paths(loaded, samples)[path]
+    run, _ = build_paths(loaded, trainer, samples)[path]
     clear(loaded)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
         run()
@@ -283,8 +291,8 @@ def profile(loaded: LoadedModel, samples: Sequence[Sample], path: str) -> list[d
 def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    loaded = load_model(args.model, args.dtype)
-    loaded.model.to(args.device)  # type: ignore[arg-type]
+    loaded = load_model(args.model, args.dtype, device=args.device)
+    trainer = make_trainer(loaded)
     device = torch.device(args.device)
     clock_name, clock = make_clock(device, args.threads)
     result: dict[str, Any] = {
@@ -300,9 +308,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name, samples in scenarios(loaded.vocab_size, args.scale).items():
         if name not in args.scenarios:
             continue
-        measured = measure(loaded, samples, clock, args.repeats, args.peak_size)
+        measured = measure(loaded, trainer, samples, clock, args.repeats, args.peak_size)
         if args.profile:
-            measured["profile"] = profile(loaded, samples, TARGETS.get(name, ("packed",))[0])
+            measured["profile"] = profile(loaded, trainer, samples, TARGETS.get(name, ("packed",))[0])
         result["scenarios"][name] = measured
         print(f"{name}: {json.dumps(measured)}", file=sys.stderr, flush=True)
     result["targets"] = {
@@ -326,7 +334,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scenarios", nargs="+", default=["group", "ragged", "long"])
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths (for tests)")

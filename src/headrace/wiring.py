@@ -109,7 +109,9 @@ def load_policy(config: RunConfig) -> Policy:
     """The model that the run starts from."""
     keep_large_buffers()
     path = resolve_model_path(config.model.path)
-    loaded = load_model(path, config.model.dtype, lora=config.model.lora, seed=config.seed)
+    loaded = load_model(
+        path, config.model.dtype, lora=config.model.lora, seed=config.seed, device=config.model.device
+    )
     return Policy(
         loaded=loaded,
         renderer=ChatRenderer(loaded.tokenizer, config.model.chat_template, generation_eos_ids(path)),
@@ -124,7 +126,9 @@ def load_critic(config: RunConfig, policy: Policy) -> Critic | None:
     own = None
     if isinstance(config.critic, SeparateCriticConfig):
         path = resolve_model_path(config.critic.path or config.model.path)
-        own = load_model(path, config.model.dtype, lora=config.critic.lora, seed=config.seed)
+        own = load_model(
+            path, config.model.dtype, lora=config.critic.lora, seed=config.seed, device=config.model.device
+        )
         needed = config.engine.max_context or policy.loaded.max_context
         if own.max_context < needed:
             raise ConfigError(

@@ -33,6 +33,8 @@ class ModelConfig(Section):
     """A local folder, the name of a fetched model (``smollm2-135m``), or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of trainer and embedded engine. Master weights and optimizer state are float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where trainer and embedded engine compute; auto: the first GPU where there is one, else the CPU."""
     chat_template: str | None = None
     """``chatml`` (roles only, no default system prompt), a Jinja file, or None for the model's own."""
     activation_checkpointing: bool = False
