@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=list(PRESETS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--min-gain", type=float, default=0.15)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
