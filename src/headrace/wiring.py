@@ -109,9 +109,7 @@ def load_policy(config: RunConfig) -> Policy:
     """The model that the run starts from."""
     keep_large_buffers()
     path = resolve_model_path(config.model.path)
-    loaded = load_model(
-        path, config.model.dtype, lora=config.model.lora, seed=config.seed, device=config.model.device
-    )
+    loaded = load_model(path, config.model.dtype, lora=config.model.lora, seed=config.seed, device=config.model.device)
     return Policy(
         loaded=loaded,
         renderer=ChatRenderer(loaded.tokenizer, config.model.chat_template, generation_eos_ids(path)),

@@ -127,9 +127,7 @@ class EntryPointTasks(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-TasksConfig = Annotated[
-    ArithmeticTasks | FileTasks | ReasoningGymTasks | EntryPointTasks, Field(discriminator="type")
-]
+TasksConfig = Annotated[ArithmeticTasks | FileTasks | ReasoningGymTasks | EntryPointTasks, Field(discriminator="type")]
 
 
 # ------------------------------------------------------------------------------------------------- reward
