@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace.cli.dry_run import print_dry_run
 from headrace.config.load import load_config
 from headrace.config.schema import RunConfig, SeparateCriticConfig, SharedCriticConfig
 from headrace.errors import ConfigError
@@ -92,3 +93,10 @@ def test_a_section_that_the_algorithm_ignores(tmp_path: Path, preset: str) -> No
 def test_options_without_effect(tmp_path: Path, critic: str, options: dict[str, Any], expected: str) -> None:
     message = refused(tmp_path, critic, **options)
     assert expected in message and message.count("critic.") <= 3, message
+
+
+def test_dry_run_names_the_critic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What would run, before any model is loaded."""
+    print_dry_run(load(tmp_path, 'type = "separate"\nwarmup_batches = 2'))
+    out = capsys.readouterr().out
+    assert "a copy of the policy's start; learning rate 1e-05, constant; the first 2 batches train it alone" in out
