@@ -208,6 +208,7 @@ def check_trainer(args: argparse.Namespace) -> dict[str, Any]:
         device=args.device,
         repeats=3,
         scenarios=["group", "ragged", "long"],
+        paths=list(trainer_benchmark.CONFIGS),
         scale=args.scale,
         peak_size=8192 if args.device == "cuda" else 256,
         profile=False,

@@ -240,10 +240,11 @@ def measure(
     clock: Callable[[], float],
     repeats: int,
     peak_size: int,
+    chosen: Sequence[str],
 ) -> dict[str, Any]:
     """One scenario: parity and memory of each path once, then times in alternation."""
     weight = next(loaded.model.parameters())
-    paths = build_paths(loaded, trainer, samples)
+    paths = {name: path for name, path in build_paths(loaded, trainer, samples).items() if name in chosen}
     needed = {name: flops(loaded, rows) for name, (_, rows) in paths.items()}
     out: dict[str, dict[str, Any]] = {}
     reference: dict[str, Tensor] = {}
@@ -308,9 +309,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name, samples in scenarios(loaded.vocab_size, args.scale).items():
         if name not in args.scenarios:
             continue
-        measured = measure(loaded, trainer, samples, clock, args.repeats, args.peak_size)
+        measured = measure(loaded, trainer, samples, clock, args.repeats, args.peak_size, ["plain", *args.paths])
         if args.profile:
-            measured["profile"] = profile(loaded, trainer, samples, TARGETS.get(name, ("packed",))[0])
+            measured["profile"] = profile(loaded, trainer, samples, args.paths[0])
         result["scenarios"][name] = measured
         print(f"{name}: {json.dumps(measured)}", file=sys.stderr, flush=True)
     result["targets"] = {
@@ -322,7 +323,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "met": result["scenarios"][name]["paths"][path][key] >= target,
         }
         for name, (path, key, target) in TARGETS.items()
-        if name in result["scenarios"]
+        if name in result["scenarios"] and path in args.paths
     }
     differences = [p["gradient_difference"] for s in result["scenarios"].values() for p in s["paths"].values()]
     result["same_gradients"] = max(differences) <= MATCHES[next(loaded.model.parameters()).dtype]
@@ -337,6 +338,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scenarios", nargs="+", default=["group", "ragged", "long"])
+    parser.add_argument("--paths", nargs="+", default=list(CONFIGS), choices=list(CONFIGS), help="besides plain")
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths (for tests)")
     parser.add_argument("--peak-size", type=int, default=PEAK_SIZE)
     parser.add_argument("--profile", action="store_true")

@@ -104,6 +104,7 @@ def learn(tmp_path: Path, seed: int, num_batches: int, critic: dict[str, Any]) -
     return gain, list(read_metrics(result.run_dir))
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("seed", "kind"),
     [

@@ -43,6 +43,7 @@ def trainer_options(model: Path, **changes: Any) -> argparse.Namespace:
         "device": "cpu",
         "repeats": 1,
         "scenarios": ["group", "ragged", "long"],
+        "paths": ["packed", "shared", "recomputed", "whole_logits"],
         "scale": 8,
         "peak_size": 64,
         "profile": True,
