@@ -8,24 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
-
+from headrace.config.base import LoraConfig, OptimizerSection, Section
+from headrace.config.critic import CriticConfig
 
 # -------------------------------------------------------------------------------------------------- model
-
-
-class LoraConfig(Section):
-    """Train low-rank adapters through peft instead of all weights."""
-
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
 
 
 class ModelConfig(Section):
@@ -33,6 +21,9 @@ class ModelConfig(Section):
     """A local folder, the name of a fetched model (``smollm2-135m``), or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of trainer and embedded engine. Master weights and optimizer state are float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where trainer and embedded engine compute; auto: the first GPU where there is one, else the CPU. Several
+    processes ([parallel]) compute on the CPU."""
     chat_template: str | None = None
     """``chatml`` (roles only, no default system prompt), a Jinja file, or None for the model's own."""
     activation_checkpointing: bool = False
@@ -231,7 +222,7 @@ class AlgorithmConfig(Section):
     """A preset, and what deviates from it. None means: as the preset says."""
 
     preset: str = "grpo"
-    """A name of docs/algorithms.md (grpo, dr_grpo, dapo, rloo, reinforce++, gspo, cispo, ppo, ...), or an entry
+    """A name of docs/algorithms.md (grpo, dr_grpo, dapo, rloo, reinforce++, gspo, ppo, ppo_critic, ...), or an entry
     point's name."""
     advantage: (
         Literal[
@@ -244,12 +235,15 @@ class AlgorithmConfig(Section):
             "mean_normalised",
             "greedy_centred",
             "batch_whitened",
+            "gae",
+            "gae_whitened",
             "none",
         ]
         | None
     ) = None
     discount: float | None = Field(None, gt=0, le=1)
-    """Of later rewards in a token's return; advantages greedy_centred, batch_whitened and none alone."""
+    """Of later rewards in a token's return; advantages greedy_centred, batch_whitened and none alone (GAE discounts by
+    ``critic.gamma``)."""
     objective: (
         Literal["ppo", "ratio", "gmpo", "sapo", "reinforce", "cispo", "topr", "dppo_tv", "dppo_kl", "quadratic"] | None
     ) = None
@@ -290,23 +284,10 @@ class AlgorithmConfig(Section):
 # ----------------------------------------------------------------------------------------------- training
 
 
-class ScheduleConfig(Section):
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps from 0 to the full rate."""
-    final_fraction: float = Field(0.0, ge=0, le=1)
-    """Rate at the end of the run over the full rate; linear and cosine only."""
-
-
-class TrainerConfig(Section):
+class TrainerConfig(OptimizerSection):
     num_batches: int = Field(100, ge=1)
     """Rollout batches, hence published versions, of the run."""
     learning_rate: float = Field(1e-6, ge=0)
-    schedule: ScheduleConfig = ScheduleConfig()
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that a rollout batch is split into, for each epoch."""
     num_epochs: int = Field(1, ge=1)
@@ -453,6 +434,8 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig | None = None
+    """For algorithms whose advantages need values (PPO with GAE); absent: no critic."""
     parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
