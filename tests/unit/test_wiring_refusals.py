@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from headrace import wiring
 from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError
 from headrace.wiring import check_before_work
@@ -44,12 +45,29 @@ def test_a_critic_is_refused_on_several_processes(kind: str) -> None:
     assert check_before_work(run("ppo_critic", sections=sections)).algorithm.needs.values
 
 
-def test_several_processes_compute_on_the_cpu() -> None:
-    """I20: their mesh is of CPUs, so that a GPU which was asked for would go unused, or hold one half of the run."""
+def test_several_processes_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I20: their mesh is of CPUs, so that a GPU which was asked for is refused, and one that is there is left alone."""
     model = {"path": "unused", "device": "cuda"}
     with pytest.raises(ConfigError) as caught:
         check_before_work(run("grpo", sections={"model": model}, tp=2))
     (problem,) = caught.value.problems
     assert problem.startswith('model.device = "cuda" with 2 processes')
-    assert check_before_work(run("grpo", sections={"model": model}))
-    assert check_before_work(run("grpo", sections={"model": {"path": "unused"}}, tp=2))
+    devices = []
+
+    def load(*_: Any, device: str, **__: Any) -> None:
+        devices.append(device)
+        raise InterruptedError
+
+    monkeypatch.setattr(wiring, "load_model", load)
+    for config in (run("grpo"), run("grpo", sections={"model": model}), run("grpo", tp=2)):
+        assert check_before_work(config)
+        with pytest.raises(InterruptedError):
+            wiring.load_policy(config)
+    assert devices == ["auto", "cuda", "cpu"]
+
+
+def test_the_policys_schedule_leaves_the_warm_up_out() -> None:
+    """F69: a schedule counts the optimizer steps that it is read for."""
+    sections = {"critic": {"type": "shared", "warmup_batches": 3}, "trainer": {"num_batches": 10, "num_minibatches": 2}}
+    checked = check_before_work(run("ppo_critic", sections=sections))
+    assert wiring._trainer_options(checked)["num_steps"] == 7 * 2
