@@ -177,6 +177,26 @@ def test_a_signal_ends_the_run_at_a_checkpoint(
     assert train_sft(config, resume=True, tell=lambda text: None).num_steps == 10
 
 
+def test_an_interrupted_command_says_how_to_go_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its overrides: without them it would be another run's folder."""
+    plain = offline_run.OfflineTrainer.train_step
+
+    def interrupted(self: Any, *args: Any) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args)
+
+    monkeypatch.setattr(offline_run.OfflineTrainer, "train_step", interrupted)
+    file = toml(tmp_path, model, rows(tmp_path / "rows.jsonl", "sft"))
+    assert main(["sft", str(file), "--name", "mine", "--trainer.num_threads", "1"]) == 130
+    monkeypatch.undo()
+    out = capsys.readouterr().out
+    assert out.endswith(f"go on with: headrace sft {file} --name mine --trainer.num_threads 1 --resume\n")
+    arguments = out.rpartition("headrace ")[2].split()
+    assert main(arguments) == 0 and (tmp_path / "mine" / "export").is_dir()
+
+
 def test_what_a_killed_process_has_said_is_not_lost(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
