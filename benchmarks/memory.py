@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from headrace.child_process import how_it_ended
+
 DEADLINE_S = 600
 WIDE = {"hidden_size": 1024, "num_layers": 4, "num_heads": 16, "num_kv_heads": 8, "vocab_size": 16384}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -160,7 +162,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             for worker in workers:
                 worker.kill()
     if any(worker.returncode for worker in workers):
-        raise SystemExit(f"a process failed: {[worker.returncode for worker in workers]}")
+        ends = [f"rank {rank} {how_it_ended(worker.returncode)}" for rank, worker in enumerate(workers)]
+        raise SystemExit(f"a process failed: {'; '.join(ends)}")
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 

@@ -43,8 +43,8 @@ def evaluate_checkpoint(
     num_samples: int | None = None,
 ) -> list[EvaluationResult]:
     """Evaluate ``target`` (a run, one of its checkpoints, or what model.path takes) and print a table; with
-    ``against``, both, compared in pairs by task. ``tasks_from``: the TOML file whose tasks, rewards and sampling to
-    use; without it those of the target's run. Raises ConfigError where none of that can be found."""
+    ``against``, both, compared in pairs by task. ``tasks_from``: the TOML file whose tasks, rewards, gold standard and
+    sampling to use; without it those of the target's run. Raises ConfigError where none of that can be found."""
     targets = [find_target(name) for name in (target, against) if name is not None]
     config = _tasks_config(targets, tasks_from)
     changes = {"num_tasks": num_tasks, "num_samples": num_samples}
@@ -107,11 +107,12 @@ async def _evaluate(config: RunConfig, target: Target) -> EvaluationResult:
     check_prompts(held_out, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
     engine = build_engine(config, policy, PolicyVersion(0, 0))
     watchdog = Watchdog(time.monotonic, config.guards.stall_min_s)
-    player = build_player(config, engine, policy, checked.reward, watchdog, time.monotonic)
+    player = build_player(config, engine, policy, checked.reward, watchdog, time.monotonic, checked.gold)
+    reward = checked.gold or checked.reward
     try:
-        await checked.reward.start()
+        await reward.start()
         tasks = [held_out[i] for i in range(len(held_out))]
         return await player.evaluate(tasks, config.evaluation, concurrency=config.rollout.max_concurrent)
     finally:
         await engine.close()
-        await checked.reward.close()
+        await reward.close()

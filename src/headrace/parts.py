@@ -28,6 +28,7 @@ from headrace.record.metrics import MetricsWriter
 from headrace.record.run_dir import RunDirectory, write_atomically
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
+from headrace.supervised import SupervisedStream, counted_apart
 from headrace.trainer.crew import LeadingTrainer
 from headrace.trainer.plan import plan_update
 from headrace.trainer.trainer import PolicyTrainer
@@ -95,6 +96,8 @@ class Parts:
     progress: Progress
     reporter: Reporter
     gold_check: GoldCheck | None = None
+    supervised: SupervisedStream | None = None
+    """What is imitated beside the rollouts."""
     restored: Mapping[str, Any] = field(default_factory=dict)
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
     _evaluation: asyncio.Task[EvaluationResult] | None = field(default=None, init=False)
@@ -130,7 +133,7 @@ class Parts:
     def plan(self, batch: RolloutBatch) -> list[Minibatch]:
         """The batch's minibatches, in the order of their optimizer steps."""
         config = self.config
-        return plan_update(
+        plan = plan_update(
             batch,
             self.algorithm,
             self.trainer,
@@ -138,9 +141,11 @@ class Parts:
             max_new_tokens=config.sampling.max_new_tokens,
             seed=config.seed,
         )
+        return plan if self.supervised is None else self.supervised.mix(plan, batch.index)
 
     def forward_backward(self, minibatch: Minibatch) -> dict[str, float]:
-        return self.trainer.forward_backward(minibatch, self.algorithm)
+        metrics = self.trainer.forward_backward(minibatch, self.algorithm)
+        return metrics if self.supervised is None else counted_apart(metrics, minibatch)
 
     def publish(self) -> WeightUpdate:
         """The next version; with its tensors where the engine holds a copy."""

@@ -87,7 +87,7 @@ class TrainRecord:
         """Named for metrics.jsonl: counts are summed over the steps, maxima are maxima, the rest is averaged."""
         merged: dict[str, float] = {}
         for name, values in self._values.items():
-            if name.startswith("num_"):
+            if name.rpartition("/")[2].startswith("num_"):
                 merged[name] = sum(values)
             elif "max" in name:
                 merged[name] = max(values)
@@ -214,7 +214,8 @@ class Reporter:
             rates["rate/generated_tokens_per_s"] = generated / decode_s
         train_s = times.get("time/train_s", 0.0)
         if train_s > 0:
-            rates["rate/trained_tokens_per_s"] = times.get("train/num_tokens", 0.0) / train_s
+            num_tokens = times.get("train/num_tokens", 0.0) + times.get("supervised/num_tokens", 0.0)
+            rates["rate/trained_tokens_per_s"] = num_tokens / train_s
         step_s = times.get("time/step_s", 0.0)
         if step_s > 0:
             rates["rate/samples_per_s"] = times.get("train/num_samples", 0.0) / step_s

@@ -25,6 +25,7 @@ from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.embedded import TransformersEngine
+from headrace.environments.preferences import Conversation, Rows, read_supervised
 from headrace.environments.registry import check_environments, make_environment
 from headrace.environments.runner import EpisodeRunner
 from headrace.environments.tasks import TaskSplits, build_tasks
@@ -53,6 +54,7 @@ from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.rewards.build import build_rewards
 from headrace.rewards.composite import with_gold
+from headrace.supervised import SupervisedStream
 from headrace.trainer.crew import Followers, LeadingTrainer, join_run
 from headrace.trainer.critic import Critic
 from headrace.trainer.distributed import ParallelTrainer
@@ -79,6 +81,8 @@ class Checked:
     reward: Reward
     gold: Reward | None = None
     """Reward and gold standard together, for evaluations: the value is the reward's, gold is a component."""
+    conversations: Rows[Conversation] | None = None
+    """What is imitated beside the rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +138,15 @@ def check_before_work(config: RunConfig) -> Checked:
     gold = None
     if config.gold is not None:
         gold = with_gold(reward, build_rewards(config.gold.rewards, where="gold.rewards"))
-    return Checked(config=config, splits=splits, algorithm=algorithm, reward=reward, gold=gold)
+    if config.supervised_data is not None and composed is None:
+        raise ConfigError(
+            f"supervised_data with algorithm '{config.algorithm.preset}', which is not one of headrace's own and may "
+            "know no supervised stream; remove the section or choose another preset"
+        )
+    conversations = read_supervised(config.supervised_data, splits.held_out)
+    return Checked(
+        config=config, splits=splits, algorithm=algorithm, reward=reward, gold=gold, conversations=conversations
+    )
 
 
 def load_policy(config: RunConfig) -> Policy:
@@ -246,12 +258,14 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
     policy = load_policy(config)
     for source in (checked.splits.train, checked.splits.held_out):
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
+    limit = policy.loaded.max_context
+    supervised = SupervisedStream.build(checked.conversations, config, policy.renderer, limit)
     trainer, carrier = _build_trainer(checked, policy)
     try:
         run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
         try:
             record, checkpoint = _open_record(checked, trainer, run_dir, clock)
-            return _connect(checked, policy, trainer, carrier, record, checkpoint, clock)
+            return _connect(checked, policy, trainer, carrier, supervised, record, checkpoint, clock)
         except BaseException:
             run_dir.close()
             raise
@@ -276,7 +290,8 @@ def _build_trainer(
     carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
     followers = Followers(config)
     try:
-        verbs = join_run(config, 0, followers.address)
+        with followers.explained():
+            verbs = join_run(config, 0, followers.address)
         own = build_parallel_trainer(checked, policy, ParallelMesh.create(config.parallel))
     except BaseException:
         followers.stop()
@@ -312,7 +327,7 @@ def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
         name=config.name,
         config=resolved(config),
         seeds={"run": config.seed},
-        dataset_fingerprints=_fingerprints(checked.splits),
+        dataset_fingerprints=_fingerprints(checked),
         extra={
             "num_threads": {"engine": engine_threads, "trainer": trainer_threads},
             "num_parameters": sum(p.numel() for p in policy.loaded.model.parameters()),
@@ -322,18 +337,22 @@ def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
     return RunDirectory.create(config.run_dir, info)
 
 
-def _fingerprints(splits: TaskSplits) -> dict[str, str]:
-    return {"train": splits.train.fingerprint, "held_out": splits.held_out.fingerprint}
+def _fingerprints(checked: Checked) -> dict[str, str]:
+    found = {"train": checked.splits.train.fingerprint, "held_out": checked.splits.held_out.fingerprint}
+    return found if checked.conversations is None else {**found, "supervised": checked.conversations.fingerprint}
 
 
 def _open_record(
     checked: Checked, trainer: PolicyTrainer | LeadingTrainer, run_dir: RunDirectory, clock: Clock
 ) -> tuple[Record, Checkpoint | None]:
     """Restore the newest complete checkpoint, replay the books up to it, and open a lineage."""
-    if run_dir.info["dataset_fingerprints"] != _fingerprints(checked.splits):
+    recorded, now = run_dir.info["dataset_fingerprints"], _fingerprints(checked)
+    if recorded != now:
+        tasks_differ = any(recorded.get(side) != now[side] for side in ("train", "held_out"))
+        what = "tasks" if tasks_differ else "rows of supervised_data"
         raise ConfigError(
-            f"the tasks are not those that the run in {run_dir.path} was started with (fingerprints differ): a resume "
-            "would skip some and repeat others. Bring the old tasks back, or start a new run"
+            f"the {what} are not those that the run in {run_dir.path} was started with (fingerprints differ): a "
+            "resume would skip some and repeat others. Bring the old ones back, or start a new run"
         )
     checkpoints = CheckpointStore(run_dir.checkpoints_path, checked.config.checkpoint.keep)
     checkpoint = checkpoints.latest()
@@ -361,6 +380,7 @@ def _connect(
     policy: Policy,
     trainer: PolicyTrainer | LeadingTrainer,
     carrier: StreamedWeights | None,
+    supervised: SupervisedStream | None,
     record: Record,
     checkpoint: Checkpoint | None,
     clock: Clock,
@@ -403,6 +423,7 @@ def _connect(
         player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
         reward=checked.gold or checked.reward,
         gold_check=None if checked.gold is None else _gold_check(record.run_dir.path, trainer.version.number),
+        supervised=supervised,
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -19,7 +20,16 @@ from headrace.run import train
 from headrace.trainer.export import export_checkpoint
 
 FOUR = {"dp_shard": 2, "tp": 2}
-SAME = ("reward/mean", "reward/std", "train/loss", "train/grad_norm", "train/num_tokens", "train/learning_rate")
+SAME = (
+    "reward/mean",
+    "reward/std",
+    "train/loss",
+    "train/grad_norm",
+    "train/num_tokens",
+    "train/learning_rate",
+    "supervised/nll",
+    "supervised/num_tokens",
+)
 
 
 def run(folder: Path, parallel: dict[str, int], **sections: Any) -> Path:
@@ -33,10 +43,19 @@ def children() -> set[str]:
 
 @pytest.mark.timeout(280)
 def test_four_processes_make_the_run_of_one(tmp_path: Path) -> None:
-    """Generation, training, publishing, canaries and checkpoints: same rewards and norms, and weights to 1e-5."""
+    """Generation, training (with supervised data beside the rollouts), publishing, canaries and checkpoints: same
+    rewards and norms, and weights to 1e-5."""
     before = children()
-    alone = run(tmp_path / "one", {})
-    together = run(tmp_path / "four", FOUR)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": c * 6}, {"role": "assistant", "content": c}]}) + "\n"
+            for c in "abcdefgh"
+        )
+    )
+    data = {"path": str(rows), "conversations_per_batch": 3}
+    alone = run(tmp_path / "one", {}, supervised_data=data)
+    together = run(tmp_path / "four", FOUR, supervised_data=data)
     deadline = time.monotonic() + 20
     while children() - before and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from headrace.algorithms.fields import LossOutput, Minibatch, Totals
+from headrace.child_process import how_it_ended
 from headrace.config.schema import ParallelConfig, TrainerConfig
 from headrace.model.load import LoadedModel, prepare_model
 from headrace.model.parallel.check import ParallelError
@@ -386,7 +387,8 @@ def run(jobs: dict[str, dict[str, Any]], processes: int, deadline_s: float) -> d
                 log.close()
         texts = [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(processes)]
         done = (folder / "results.json").read_text() if (folder / "results.json").exists() else "none"
-        assert codes == [0] * processes, f"exit codes {codes}\n" + "\n---\n".join(texts) + f"\ndone before: {done}"
+        ends = [how_it_ended(code) if code is not None else "took too long" for code in codes]
+        assert codes == [0] * processes, f"they {ends}\n" + "\n---\n".join(texts) + f"\ndone before: {done}"
         loaded: dict[str, Any] = json.loads((folder / "results.json").read_text())
         return loaded
 

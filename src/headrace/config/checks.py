@@ -250,9 +250,14 @@ def _one_step(config: RunConfig) -> Iterator[str]:
 
 
 def _streams(config: RunConfig) -> Iterator[str]:
-    """A training run makes samples of the rl stream alone."""
-    if config.algorithm.supervised != SupervisedConfig():
-        yield "algorithm.supervised has no effect: no sample of a training run is of the supervised stream; remove it"
+    """A training run makes samples of the rl stream, and of the supervised one where it has data for it."""
+    if config.supervised_data is None and config.algorithm.supervised != SupervisedConfig():
+        yield (
+            "algorithm.supervised has no effect: no sample of the run is of the supervised stream; remove it, or name "
+            "conversations to imitate beside the rollouts in supervised_data.path"
+        )
+    if config.supervised_data is not None and not config.algorithm.supervised.coefficient:
+        yield "supervised_data has no effect: algorithm.supervised.coefficient is 0; raise it or remove the section"
     if config.algorithm.distillation != DistillationConfig():
         yield "algorithm.distillation has no effect: a training run has no teacher; remove it"
 

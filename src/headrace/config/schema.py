@@ -419,6 +419,15 @@ class MonitorConfig(Section):
     episodes_in_report: int = Field(12, ge=0)
 
 
+class SupervisedDataConfig(Section):
+    """Conversations that are imitated beside the rollouts, by cross-entropy with a denominator of its own
+    (``algorithm.supervised``): rows as ``headrace sft`` reads them."""
+
+    path: Path
+    conversations_per_batch: int = Field(8, ge=1)
+    """Of each rollout batch; the file is passed through in shuffled order, again and again."""
+
+
 class RunConfig(Section):
     """A run."""
 
@@ -430,6 +439,7 @@ class RunConfig(Section):
     tasks: TasksConfig
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     gold: GoldConfig | None = None
+    supervised_data: SupervisedDataConfig | None = None
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
