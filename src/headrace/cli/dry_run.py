@@ -7,7 +7,8 @@ from pathlib import Path
 
 from headrace.config.dump import dump_toml
 from headrace.config.load import resolved
-from headrace.config.schema import RunConfig
+from headrace.config.schema import RunConfig, VllmEngineConfig
+from headrace.config.vllm_python import find_python
 from headrace.environments.tasks import TaskSplits, build_tasks
 from headrace.errors import HeadraceError
 from headrace.model.paths import resolve_model_path
@@ -34,6 +35,7 @@ def _plan(config: RunConfig, tasks: TaskSplits) -> Iterator[tuple[str, str]]:
     num_episodes = rollout.groups_per_batch * rollout.group_size
     num_groups = trainer.num_batches * rollout.groups_per_batch
     yield "model", _model(config)
+    yield "engine", _engine(config)
     yield "tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"
     yield (
         "rollout batch",
@@ -74,6 +76,16 @@ def _model(config: RunConfig) -> str:
     except HeadraceError as error:
         return f"MISSING: {error}"
     return f"{where} ({config.model.dtype}, {kind})"
+
+
+def _engine(config: RunConfig) -> str:
+    if not isinstance(config.engine, VllmEngineConfig):
+        return f"{config.engine.type}, in the trainer's process, {config.engine.weights} weights"
+    try:
+        python = find_python(config.engine.python)
+    except HeadraceError as error:
+        return f"MISSING: {error}"
+    return f"vllm, a server in a process of its own ({python}); weights travel through shared memory"
 
 
 def _evaluation(config: RunConfig, num_held_out: int) -> str:
