@@ -44,27 +44,34 @@ from headrace.errors import HeadraceError  # noqa: E402
 from headrace.types import PolicyVersion  # noqa: E402
 
 
-def distribution(request: Any, version: PolicyVersion, raw: bool = False) -> dict[int, float]:
-    """Id -> log-probability as declared; the logits depend on the version alone."""
-    logits = {i: ((i * 7 + version.number) % VOCAB) / 2 for i in range(VOCAB)}
-    scaled = {i: logit / (request.temperature or 1.0) for i, logit in logits.items()}
+def distribution(request: Any, version: PolicyVersion, fault: str = "") -> dict[int, float]:
+    """Id -> log-probability as declared; the logits depend on the version alone. ``fault``: what is meant instead."""
+    raw = fault == "raw-logprobs"
+    logits = {i: ((i * 7 + version.number) % VOCAB) / 8 for i in range(VOCAB)}
+    temperature = 1.0 if fault == "no-temperature" else request.temperature or 1.0
+    scaled = {i: logit / temperature for i, logit in logits.items()}
     kept = sorted(scaled, key=scaled.__getitem__, reverse=True)
     if request.temperature == 0:
         kept = kept[:1]
+    if fault == "top-p-first":
+        kept = top_p(kept, scaled, request.top_p)
     if request.top_k:
         kept = kept[: request.top_k]
-    mass = {i: math.exp(scaled[i]) for i in kept}
-    if request.top_p < 1:
-        total, below, chosen = sum(mass.values()), 0.0, []
-        for i in kept:
-            if below >= request.top_p * total:
-                break
-            chosen.append(i)
-            below += mass[i]
-        kept = chosen
-    all_ids = raw or request.temperature == 0
-    total = sum(math.exp(logits[i] if raw else scaled[i]) for i in (logits if all_ids else kept))
-    return {i: (logits[i] if raw else scaled[i]) - math.log(total) for i in kept}
+    kept = kept if fault == "top-p-first" else top_p(kept, scaled, request.top_p)
+    meant = logits if raw else scaled
+    normaliser = math.log(sum(math.exp(meant[i]) for i in (logits if raw or request.temperature == 0 else kept)))
+    return {i: meant[i] - normaliser for i in kept}
+
+
+def top_p(ids: list[int], scaled: Mapping[int, float], bound: float) -> list[int]:
+    """The most probable of ``ids`` until their share reaches ``bound``."""
+    total, below, chosen = sum(math.exp(scaled[i]) for i in ids), 0.0, []
+    for i in ids:
+        if below >= bound * total:
+            break
+        chosen.append(i)
+        below += math.exp(scaled[i])
+    return chosen
 
 
 @dataclass
@@ -106,7 +113,7 @@ class ScriptedBackend:
         step = Step(num_prefill_tokens=sum(len(r.request.prompt_ids) for r in self.rows.values() if not r.num_tokens))
         for handle, row in list(self.rows.items()):
             request = row.request
-            options = distribution(request, self.version, raw=self.fault == "raw-logprobs")
+            options = distribution(request, self.version, self.fault)
             seed = 0 if self.fault == "no-seeds" else request.seed
             (token_id,) = random.Random(seed * 1000 + row.num_tokens).choices(
                 list(options), [math.exp(logprob) for logprob in options.values()]

@@ -66,7 +66,7 @@ from headrace.weights.shared_memory import SharedMemorySender
 from headrace.weights.streamed import StreamedWeights
 
 NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40}
-"""By engine. vLLM's prefix cache finds whole blocks of 16 tokens, so a shorter prompt would never be found in it."""
+"""By engine. vLLM's prefix cache finds whole blocks of 32 tokens, so a shorter prompt would never be found in it."""
 MAX_PROMPTS_CHECKED = 20_000
 """Prompts rendered at start to find one that is too long; of more tasks, those with the longest text."""
 

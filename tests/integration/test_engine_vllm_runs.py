@@ -22,17 +22,12 @@ from headrace.protocols import WeightUpdate
 from headrace.record.metrics import read_metrics
 from headrace.testing import SMALL_ALPHABET, tiny_tokenizer
 from headrace.trainer.trainer import PolicyTrainer
-from headrace.types import PolicyVersion, Sample, Task
+from headrace.types import PolicyVersion, Sample
 from headrace.weights import checksums, named_parameters
 from headrace.weights.canary import Canary, CanaryResult, SyncError
 
 WITHOUT_THE_FIX = Path(__file__).with_name("vllm_without_the_fix.py")
 EMBEDDING = "model.embed_tokens.weight"
-
-
-def share_of_letters(reply: str, task: Task) -> float:
-    """A reward that a model of random weights has some of, and can learn more of."""
-    return sum(c in "abcdefgh" for c in reply) / max(1, len(reply))
 
 
 def run_data(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
@@ -44,8 +39,7 @@ def run_data(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
         save_config(made, model)
         tokenizer.save_pretrained(model)
     base: dict[str, Any] = {
-        "model": {"path": str(model)},
-        "rewards": [{"type": f"{__file__}:share_of_letters"}],
+        "rewards": [{"type": f"{Path(__file__).with_name('vllm_reward.py')}:share_of_letters"}],
         "engine": {"type": "vllm", "max_batch_size": 16, "kv_cache_bytes": 1 << 26, "num_threads": 1},
         "trainer": {"num_batches": 8, "learning_rate": 2e-3, "schedule": {"type": "constant"}},
         "checkpoint": {"every": 4},
@@ -53,7 +47,7 @@ def run_data(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     for section, values in sections.items():
         base[section] = {**base.get(section, {}), **values} if isinstance(values, dict) else values
     data = small_data(folder, name, **base)
-    data["trainer"]["schedule"] = {"type": "constant"}
+    data["model"] = {"path": str(model)}
     return data
 
 
@@ -74,11 +68,6 @@ def test_a_run_learns_and_every_sync_is_exact(
         assert all(m["train/max_ratio_error"] < 1e-4 for m in metrics)
     rewards = [m["reward/mean"] for m in metrics]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05, rewards
-    assert (
-        all(m["engine/num_generated_tokens"] > 0 for m in metrics)
-        if "engine/num_generated_tokens" in metrics[0]
-        else True
-    )
     assert "vLLM engine" in (tmp_path / "run" / "engine.log").read_text(errors="replace")
 
 
@@ -194,6 +183,6 @@ def test_a_model_that_vllm_refuses_ends_the_run_with_its_words(
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     config["architectures"] = ["NobodyKnowsForCausalLM"]
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    assert main(["train", str(write_toml(tmp_path / "run.toml", data))]) == 1
+    assert main(["train", str(write_toml(tmp_path / "run.toml", data))]) == 2
     error = capsys.readouterr().err
     assert "the vLLM server failed" in error and "NobodyKnowsForCausalLM" in error

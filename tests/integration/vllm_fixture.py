@@ -85,7 +85,11 @@ class Session:
 
 async def _made(make: Callable[[], VllmEngine]) -> VllmEngine:
     engine = make()
-    await engine.start()
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
     return engine
 
 

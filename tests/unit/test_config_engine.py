@@ -66,6 +66,7 @@ def config(**sections: Any) -> RunConfig:
     [
         ({"model": {"path": "m", "lora": {}}}, "adapters do not travel to vLLM yet"),
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9 without sampling.top_k"),
+        ({"sampling": {"temperature": 2.5}}, "sampling.temperature = 2.5: vLLM takes 2 at most"),
         ({"engine": {"type": "vllm", "kv_policy": "keep"}}, "engine.kv_policy has no effect"),
     ],
 )

@@ -277,7 +277,9 @@ def test_a_server_that_does_not_start(fault: str, message: str) -> None:
     ("fault", "message"),
     [
         ("raw-logprobs", "with {'top_k': 1} one id can be drawn, but its log-probability is -"),
-        ("no-seeds", "seven seeds gave one reply"),
+        ("no-temperature", "doubling the temperature should halve the log of the odds of two ids"),
+        ("top-p-first", "with {'top_k': 2, 'top_p': 0.4} one id can be drawn"),
+        ("no-seeds", "7 seeds gave one reply"),
     ],
 )
 def test_an_engine_that_means_something_else_is_refused(fault: str, message: str) -> None:
@@ -356,6 +358,7 @@ def test_refused_requests_never_reach_the_server() -> None:
             (asked(max_new_tokens=100), "more than the context of 64"),
             (asked(top_p=0.5), "top_p = 0.5 without top_k: vLLM tells the kept ids of a bounded number only"),
             (asked(temperature=-1.0), "temperature is -1.0"),
+            (asked(temperature=3.0), r"temperature is 3\.0; vLLM takes 2\.0 at most"),
         ]:
             with pytest.raises(RequestError, match=message):
                 await engine.generate(request)

@@ -142,6 +142,8 @@ def _vllm(config: RunConfig) -> Iterator[str]:
             'engine.type = "vllm" with model.lora: adapters do not travel to vLLM yet; train all weights (remove '
             'model.lora), or use engine.type = "transformers"'
         )
+    if config.sampling.temperature > 2:
+        yield f"sampling.temperature = {config.sampling.temperature}: vLLM takes 2 at most; lower it"
     if config.sampling.top_p < 1 and not config.sampling.top_k:
         yield (
             f"sampling.top_p = {config.sampling.top_p} without sampling.top_k: vLLM tells the kept ids, which the "

@@ -78,7 +78,7 @@ class SharedMemorySender:
                 # Claims the room now: writing into a full memory file system through a map would end the process.
                 os.posix_fallocate(self.fd, 0, end)
                 self._size = end
-            view = memoryview(raw.cpu().numpy())
+            view = raw.cpu().numpy().data
             while view:
                 num_written = os.pwrite(self.fd, view, offset)
                 view, offset = view[num_written:], offset + num_written

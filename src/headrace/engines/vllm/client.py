@@ -45,6 +45,7 @@ from headrace.types import FinishReason, Generation, GenerationRequest, PolicyVe
 
 T = TypeVar("T")
 
+MAX_TEMPERATURE = 2.0
 CALL_DEADLINE_S = 1800.0
 """For the answer to a pause, probe or update, where the caller set no shorter one."""
 HEALTH_DEADLINE_S = 20.0
@@ -326,10 +327,15 @@ class VllmEngine:
     def _register(self, request: GenerationRequest) -> int:
         self._check_alive()
         check_request(request, self._vocab_size, self._max_context, has_decode=self._decode is not None)
-        if request.sampling.is_truncated and not request.sampling.top_k:
+        sampling = request.sampling
+        if sampling.is_truncated and not sampling.top_k:
             raise RequestError(
-                f"request {request.id}: top_p = {request.sampling.top_p} without top_k: vLLM tells the kept ids of a "
-                "bounded number only; set top_k too"
+                f"request {request.id}: top_p = {sampling.top_p} without top_k: vLLM tells the kept ids of a bounded "
+                "number only; set top_k too"
+            )
+        if sampling.temperature > MAX_TEMPERATURE:
+            raise RequestError(
+                f"request {request.id}: temperature is {sampling.temperature}; vLLM takes {MAX_TEMPERATURE} at most"
             )
         if request.id in self._by_id:
             raise RequestError(f"request {request.id} is already in flight; ids must be unique")

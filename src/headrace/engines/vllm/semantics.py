@@ -2,13 +2,14 @@
 
 Declared (``types.Sampling``, docs/engine.md): of the distribution that was sampled from, softmax(logits / temperature),
 then top-k, then top-p over what top-k left, renormalised. Engines can be set to return something else under the same
-name (of the raw logits, say), which biases every importance ratio and raises nothing. So it is measured, on one prompt:
+name (of the raw logits, say), which biases every importance ratio and raises nothing. So it is measured, on a few
+prompts:
 
 * one id can be drawn (top_k = 1; top_p near 0): its log-probability is 0;
+* top-p is measured after top-k: top_k = 2 with top_p = 0.4 leaves one id, though no id of the whole vocabulary may have
+  that much mass;
 * two ids can be drawn (top_k = 2): their probabilities add up to 1, and the log of their odds halves when the
   temperature doubles;
-* top-p is measured after top-k: at a temperature where no id of the whole vocabulary has much mass, top_k = 2 with
-  top_p = 0.4 leaves one id;
 * the seed decides: same seed, same reply; other seeds, other replies.
 
 That the numbers are the policy's is the canary's business (I6).
@@ -17,7 +18,7 @@ That the numbers are the policy's is the canary's business (I6).
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from headrace.engines.errors import EngineError
@@ -26,9 +27,9 @@ from headrace.types import Generation, GenerationRequest, Sampling
 Probe = Callable[[Sequence[GenerationRequest]], Awaitable[list[Generation]]]
 
 _TOLERANCE = 1e-3
-_HOT = 16.0
-"""A temperature at which two ids of any model have odds near 1, so that both are seen and neither rounds away."""
-_NUM_SEEDS = 8
+_HOT = 2.0
+"""The highest temperature that vLLM takes."""
+_NUM_PROMPTS = 8
 
 
 class SemanticsError(EngineError):
@@ -37,48 +38,45 @@ class SemanticsError(EngineError):
 
 async def check_semantics(probe: Probe, vocab_size: int) -> None:
     """Raises SemanticsError naming what does not hold."""
-    prompt_ids = tuple(i % vocab_size for i in range(1, 9))
+    different = range(_NUM_PROMPTS)
+    same = [0] * _NUM_PROMPTS
 
-    async def draws(seeds: Sequence[int], **sampling: Any) -> list[Generation]:
-        declared = Sampling(**{"max_new_tokens": 1, **sampling})
+    async def draws(prompts: Sequence[int], seeds: Sequence[int], **sampling: Any) -> list[Generation]:
+        """One reply for each prompt and seed."""
+        declared = Sampling(**{"max_new_tokens": 1, "temperature": _HOT, **sampling})
         return await probe(
             [
                 GenerationRequest(
-                    id=f"semantics-{n}", prompt_ids=prompt_ids, sampling=declared, seed=seed, cache_salt="semantics"
+                    id=f"semantics-{n}",
+                    prompt_ids=tuple((prompt * 5 + i) % vocab_size for i in range(1, 9)),
+                    sampling=declared,
+                    seed=seed,
+                    cache_salt="semantics",
                 )
-                for n, seed in enumerate(seeds)
+                for n, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
             ]
         )
 
     problems = []
-    for one in ({"top_k": 1}, {"top_k": 2, "top_p": 1e-6}, {"top_k": 2, "top_p": 0.4, "temperature": _HOT}):
-        (reply,) = await draws([0], **one)
-        if not abs(reply.logprobs[0]) <= _TOLERANCE:
-            problems.append(
-                f"with {one} one id can be drawn, but its log-probability is {reply.logprobs[0]:.4f}, not 0"
-            )
-    seeds = range(_NUM_SEEDS)
-    odds = []
-    for temperature in (_HOT, 2 * _HOT):
-        pair = {r.ids[0]: r.logprobs[0] for r in await draws(seeds, top_k=2, temperature=temperature)}
-        total = sum(math.exp(logprob) for logprob in pair.values())
-        if len(pair) > 2 or (len(pair) == 2 and abs(total - 1) > _TOLERANCE):
-            problems.append(
-                f"with top_k = 2 at temperature {temperature}, {len(pair)} ids were drawn, of probability {total:.4f} "
-                "together, not 1"
-            )
-        odds.append(max(abs(_log_odds(logprob)) for logprob in pair.values()))
-    if not abs(odds[0] - 2 * odds[1]) <= _TOLERANCE * max(1.0, odds[0]):
-        problems.append(
-            f"doubling the temperature should halve the log of the odds of two ids, {odds[0]:.4f}, and gave "
-            f"{odds[1]:.4f}"
-        )
-    same, again, *others = await draws([1, 1, *range(2, 8)], max_new_tokens=8, temperature=_HOT)
-    gaps = [abs(a - b) for a, b in zip(same.logprobs, again.logprobs, strict=True)]
-    if same.ids != again.ids or max(gaps) > _TOLERANCE:
+    for one in ({"top_k": 1}, {"top_k": 2, "top_p": 1e-6}, {"top_k": 2, "top_p": 0.4}):
+        wrong = [
+            r.logprobs[0] for r in await draws(different, different, **one) if not abs(r.logprobs[0]) <= _TOLERANCE
+        ]
+        if wrong:
+            problems.append(f"with {one} one id can be drawn, but its log-probability is {wrong[0]:.4f}, not 0")
+    pair = {r.ids[0]: math.exp(r.logprobs[0]) for r in await draws(same, different, top_k=2)}
+    if len(pair) > 2 or (len(pair) == 2 and abs(sum(pair.values()) - 1) > _TOLERANCE):
+        total = sum(pair.values())
+        problems.append(f"with top_k = 2, {len(pair)} ids were drawn, of probability {total:.4f} together, not 1")
+    warm = await draws(different, different, top_k=2, temperature=_HOT / 2)
+    hot = await draws(different, different, top_k=2)
+    problems += list(_odds_that_do_not_halve(warm, hot))
+    first, again, *others = await draws(same, [1, *range(1, _NUM_PROMPTS)], max_new_tokens=8)
+    gaps = [abs(a - b) for a, b in zip(first.logprobs, again.logprobs, strict=True)]
+    if first.ids != again.ids or max(gaps) > _TOLERANCE:
         problems.append("the same seed gave two replies")
-    if all(other.ids == same.ids for other in others):
-        problems.append("seven seeds gave one reply")
+    if all(other.ids == first.ids for other in others):
+        problems.append(f"{_NUM_PROMPTS - 1} seeds gave one reply")
     if problems:
         raise SemanticsError(
             "the engine's log-probabilities are not of the distribution that it samples from, as headrace declares it: "
@@ -86,6 +84,18 @@ async def check_semantics(probe: Probe, vocab_size: int) -> None:
         )
 
 
-def _log_odds(logprob: float) -> float:
-    """log(p / (1 - p))"""
-    return logprob - math.log(-math.expm1(logprob)) if logprob < 0 else math.inf
+def _odds_that_do_not_halve(warm: Sequence[Generation], hot: Sequence[Generation]) -> Iterator[str]:
+    """Replies of one token each, of two possible, at a temperature and at twice as much."""
+    for a, b in zip(warm, hot, strict=True):
+        log_odds, allowed = [], _TOLERANCE
+        for logprob in (a.logprobs[0], b.logprobs[0]):
+            rest = max(-math.expm1(min(0.0, logprob)), 1e-12)  # of the other id
+            log_odds.append(abs(logprob - math.log(rest)))
+            # A log-probability is good to 1e-6 or so, which is much of the rest where that is small.
+            allowed += 1e-5 / rest
+        if not abs(log_odds[0] - 2 * log_odds[1]) <= allowed + _TOLERANCE * log_odds[0]:
+            yield (
+                f"doubling the temperature should halve the log of the odds of two ids, {log_odds[0]:.4f}, and gave "
+                f"{log_odds[1]:.4f}"
+            )
+            return

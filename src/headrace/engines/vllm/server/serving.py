@@ -20,7 +20,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from headrace.engines.vllm.server.backend import Backend, Step
 from headrace.engines.vllm.wire import (
@@ -42,22 +42,6 @@ NO_VERSION = PolicyVersion(-1, -1)
 """Before the first weights came."""
 
 
-class WeightReader(Protocol):
-    """The receiving half of a carrier; ``headrace.weights`` has them."""
-
-    def read(self, manifest: Mapping[str, Any]) -> WeightsRead | None:
-        """The tensors of an update, all of them checked; None where it is the one that was committed last. Raises a
-        HeadraceError for what does not fit, before anything was changed."""
-        ...
-
-    def commit(self, read: WeightsRead) -> None:
-        """They are loaded: what comes next is checked against them."""
-        ...
-
-    @property
-    def version(self) -> PolicyVersion | None: ...
-
-
 class WeightsRead(Protocol):
     @property
     def version(self) -> PolicyVersion: ...
@@ -67,6 +51,25 @@ class WeightsRead(Protocol):
 
     @property
     def checksums(self) -> Mapping[str, str]: ...
+
+
+Read = TypeVar("Read", bound=WeightsRead)
+
+
+class WeightReader(Protocol[Read]):
+    """The receiving half of a carrier; ``headrace.weights`` has one."""
+
+    def read(self, manifest: Mapping[str, Any]) -> Read | None:
+        """The tensors of an update, all of them checked; None where it is the one that was committed last. Raises a
+        HeadraceError for what does not fit, before anything was changed."""
+        ...
+
+    def commit(self, read: Read) -> None:
+        """They are loaded: what comes next is checked against them."""
+        ...
+
+    @property
+    def version(self) -> PolicyVersion | None: ...
 
 
 class Connection:
@@ -98,14 +101,14 @@ class Connection:
         return bytes(chunks)
 
 
-class Server:
+class Server(Generic[Read]):
     """Serves one client until it is gone. ``leave`` ends the process; tests put something else there."""
 
     def __init__(
         self,
         connection: Connection,
         backend: Backend,
-        reader: WeightReader,
+        reader: WeightReader[Read],
         *,
         max_batch_size: int,
         recompute: bool,
@@ -122,7 +125,7 @@ class Server:
         self._running: dict[int, list[int]] = {}
         """Handle -> how many tokens its prompt has, and how many were sampled."""
         self._counters: Counter[str] = Counter()
-        self._times_s: Counter[str] = Counter()
+        self._times_s: dict[str, float] = {"prefill_s": 0.0, "decode_s": 0.0}
         self._is_paused = False
         self._broken = ""
         """Why the weights are of no version: an update failed half way."""

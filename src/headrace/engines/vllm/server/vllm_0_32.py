@@ -22,8 +22,8 @@ SUPPORTED = ("0.32",)
 """Minor versions that this file was tested with."""
 NUM_TIES = 8
 """Ids asked for beyond top-k: vLLM keeps all ids that tie with the k-th."""
-BLOCK_SIZE = 16
-"""Tokens; the prefix cache finds whole blocks."""
+BLOCK_SIZE = 32
+"""Tokens; the prefix cache finds whole blocks. The least that attention on CPUs takes."""
 LOGPROBS_MODE = "processed_logprobs"
 
 
