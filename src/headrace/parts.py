@@ -111,7 +111,7 @@ class Parts:
     @property
     def shares_weights(self) -> bool:
         """The engine reads the trainer's own storage, so it must not decode while an optimizer step writes."""
-        return self.config.engine.weights == "shared" and self.config.parallel.world_size == 1
+        return self.config.engine.shares_weights and self.config.parallel.world_size == 1
 
     async def wait(self, awaitable: Awaitable[T], *, waiter: str, on: str, what: str, deadline_s: float) -> T:
         """Await with a name and a deadline (I19)."""

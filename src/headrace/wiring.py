@@ -20,11 +20,13 @@ from headrace.algorithms.registry import build_algorithm
 from headrace.config.checks import AlgorithmTraits, check_config
 from headrace.config.critic import SeparateCriticConfig
 from headrace.config.load import resolved
-from headrace.config.schema import RunConfig
+from headrace.config.schema import RunConfig, VllmEngineConfig
+from headrace.config.vllm_python import find_python
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.embedded import TransformersEngine
+from headrace.engines.vllm.client import VllmEngine
 from headrace.environments.preferences import Conversation, Rows, read_supervised
 from headrace.environments.registry import check_environments, make_environment
 from headrace.environments.runner import EpisodeRunner
@@ -43,7 +45,7 @@ from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
 from headrace.parts import Parts, Record
 from headrace.player import Player
-from headrace.protocols import Algorithm, Clock, Renderer, Reward, TaskSource
+from headrace.protocols import Algorithm, Clock, Engine, Renderer, Reward, TaskSource, WeightUpdate
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.ledger_store import LedgerStore
@@ -63,10 +65,12 @@ from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
 from headrace.weights.canary import Canary
 from headrace.weights.checksums import checksum, checksums, named_parameters
-from headrace.weights.inprocess import CopiedWeights, SharedWeights
+from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
+from headrace.weights.shared_memory import SharedMemorySender
 from headrace.weights.streamed import StreamedWeights
 
-NUM_CANARY_PROMPT_TOKENS = 8
+NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40}
+"""By engine. vLLM's prefix cache finds whole blocks of 32 tokens, so a shorter prompt would never be found in it."""
 MAX_PROMPTS_CHECKED = 20_000
 """Prompts rendered at start to find one that is too long; of more tasks, those with the longest text."""
 
@@ -112,6 +116,8 @@ def check_before_work(config: RunConfig) -> Checked:
             needs_values=algorithm.needs.values,
         ),
     )
+    if isinstance(config.engine, VllmEngineConfig):
+        find_python(config.engine.python)
     folder = Path(resolve_model_path(config.model.path)).expanduser()
     if config.parallel.world_size > 1 and folder.is_dir():
         check_layout(config.parallel, ModelShape.of_folder(folder))
@@ -207,11 +213,18 @@ def num_threads(config: RunConfig) -> tuple[int, int]:
 
 
 def build_engine(
-    config: RunConfig, policy: Policy, version: PolicyVersion, carrier: StreamedWeights | None = None
-) -> TransformersEngine:
-    """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes."""
-    make_carrier = SharedWeights if config.engine.weights == "shared" else CopiedWeights
+    config: RunConfig,
+    policy: Policy,
+    version: PolicyVersion,
+    carrier: StreamedWeights | None = None,
+    log_path: Path | None = None,
+) -> TransformersEngine | VllmEngine:
+    """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes;
+    ``log_path``: for what an engine in another process prints."""
     engine_threads, _ = num_threads(config)
+    if isinstance(config.engine, VllmEngineConfig):
+        return _build_vllm(config, config.engine, policy, version, carrier, log_path)
+    make_carrier = SharedWeights if config.engine.shares_weights else CopiedWeights
     return TransformersEngine(
         carrier or make_carrier(policy.loaded.model, version),
         config.engine.model_copy(update={"num_threads": engine_threads}),
@@ -220,9 +233,36 @@ def build_engine(
     )
 
 
+def _build_vllm(
+    config: RunConfig,
+    engine: VllmEngineConfig,
+    policy: Policy,
+    version: PolicyVersion,
+    carrier: StreamedWeights | None,
+    log_path: Path | None,
+) -> VllmEngine:
+    """It starts from the weights of ``carrier``, else from the trainer's own: they are read at the first call, which
+    the loop makes before any optimizer step."""
+    engine_threads, _ = num_threads(config)
+    model = carrier.model if carrier is not None else policy.loaded.model
+    return VllmEngine(
+        engine.model_copy(update={"num_threads": engine_threads}),
+        SharedMemorySender(),
+        WeightUpdate(version=version, tensors=named_parameters(model)),
+        python=find_python(engine.python),
+        model=Path(resolve_model_path(config.model.path)).expanduser(),
+        dtype=config.model.dtype,
+        vocab_size=policy.loaded.vocab_size,
+        decode=policy.renderer.decode,
+        max_context=policy.loaded.max_context,
+        log_path=log_path,
+        make_update_error=WeightUpdateError,
+    )
+
+
 def build_player(
     config: RunConfig,
-    engine: TransformersEngine,
+    engine: Engine,
     policy: Policy,
     reward: Reward,
     watchdog: Watchdog,
@@ -388,7 +428,7 @@ def _connect(
     config = checked.config
     if carrier is not None and isinstance(trainer, LeadingTrainer):
         carrier.receive(trainer.current_weights())
-    engine = build_engine(config, policy, trainer.version, carrier)
+    engine = build_engine(config, policy, trainer.version, carrier, record.run_dir.path / "engine.log")
     watchdog = _watchdog(config, clock)
     _, trainer_threads = num_threads(config)
     trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
@@ -397,7 +437,9 @@ def _connect(
         return [t.tolist() for t in await trainer_thread.call(trainer.forward, samples)]
 
     bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
-    canary_prompt = policy.renderer.render(checked.splits.train[0].messages)[:NUM_CANARY_PROMPT_TOKENS]
+    num_canary_tokens = NUM_CANARY_PROMPT_TOKENS[config.engine.type]
+    canary_prompt = policy.renderer.render(checked.splits.train[0].messages)
+    canary_prompt = (canary_prompt * num_canary_tokens)[:num_canary_tokens]
     sinks = build_sinks(config.monitor, record.run_dir.path, config.name, redact(resolved(config)))
     progress = Progress(config.trainer.num_batches, title=config.name, enabled=config.monitor.progress)
     reporter = Reporter(
@@ -434,7 +476,7 @@ def _connect(
             canary_prompt,
             bound=bound,
             trainer_checksums=lambda: _trainer_checksums(trainer, policy),
-            shares_weights=config.engine.weights == "shared" and carrier is None,
+            shares_weights=config.engine.shares_weights and carrier is None,
         ),
         max_ratio_error=bound,
         watchdog=watchdog,

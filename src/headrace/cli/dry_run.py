@@ -8,7 +8,8 @@ from pathlib import Path
 from headrace.config.critic import CriticConfig
 from headrace.config.dump import dump_toml
 from headrace.config.load import resolved
-from headrace.config.schema import GoldConfig, RunConfig
+from headrace.config.schema import GoldConfig, RunConfig, VllmEngineConfig
+from headrace.config.vllm_python import find_python
 from headrace.environments.preferences import Conversation, Rows, read_supervised
 from headrace.environments.tasks import TaskSplits, build_tasks
 from headrace.errors import HeadraceError
@@ -37,6 +38,7 @@ def _plan(config: RunConfig, tasks: TaskSplits, conversations: Rows[Conversation
     num_episodes = rollout.groups_per_batch * rollout.group_size
     num_groups = trainer.num_batches * rollout.groups_per_batch
     yield "model", _model(config)
+    yield "engine", _engine(config)
     yield "tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"
     yield (
         "rollout batch",
@@ -91,6 +93,16 @@ def _critic(critic: CriticConfig) -> str:
     backbone = "the policy's" if critic.type == "shared" else critic.path or "a copy of the policy's start"
     warmup = f"; the first {critic.warmup_batches} batches train it alone" if critic.warmup_batches else ""
     return f"backbone: {backbone}; learning rate {critic.learning_rate:g}, {critic.schedule.type}{warmup}"
+
+
+def _engine(config: RunConfig) -> str:
+    if not isinstance(config.engine, VllmEngineConfig):
+        return f"{config.engine.type}, in the trainer's process, {config.engine.weights} weights"
+    try:
+        python = find_python(config.engine.python)
+    except HeadraceError as error:
+        return f"MISSING: {error}"
+    return f"vllm, a server in a process of its own ({python}); weights travel through shared memory"
 
 
 def _evaluation(config: RunConfig, num_held_out: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,8 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    is_default_type: ClassVar[bool] = False
+    """The member of its union that a section without ``type`` is."""
 
 
 class LoraConfig(Section):

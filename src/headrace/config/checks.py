@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from headrace.config.base import Section
 from headrace.config.critic import SharedCriticConfig
 from headrace.config.load import config_error
-from headrace.config.schema import ArithmeticTasks, DistillationConfig, FileTasks, RunConfig, SupervisedConfig
+from headrace.config.schema import (
+    ArithmeticTasks,
+    DistillationConfig,
+    FileTasks,
+    RunConfig,
+    SupervisedConfig,
+    TransformersEngineConfig,
+    VllmEngineConfig,
+)
 from headrace.protocols import EngineCapabilities
 
 
@@ -75,7 +83,7 @@ def _synchronous(config: RunConfig) -> Iterator[str]:
     why = "rollout.max_staleness is 0, so weights never change while requests run"
     for name in _set(config.engine, "kv_policy"):
         yield f"engine.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
-    if config.engine.weights == "copy":
+    if isinstance(config.engine, TransformersEngineConfig) and config.engine.weights == "copy":
         yield f'engine.weights = "copy" has no effect but memory: {why}; use "shared" or raise rollout.max_staleness'
 
 
@@ -114,7 +122,7 @@ def _groups(config: RunConfig) -> Iterator[str]:
 def _sampling(config: RunConfig) -> Iterator[str]:
     sampling, engine = config.sampling, config.engine
     truncation = _truncation(config)
-    if truncation and not engine.carry_kept_ids:
+    if isinstance(engine, TransformersEngineConfig) and truncation and not engine.carry_kept_ids:
         yield (
             f"sampling.{truncation} with engine.carry_kept_ids = false: without the kept ids the trainer would score "
             "another distribution than was sampled from, and importance ratios would be wrong; set carry_kept_ids = "
@@ -127,6 +135,23 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield 'sampling.stop_strings holds "", which would end every reply at once; remove it'
     if engine.max_context is not None and sampling.max_new_tokens >= engine.max_context:
         yield _no_room("engine.max_context", engine.max_context, sampling.max_new_tokens)
+
+
+def _vllm(config: RunConfig) -> Iterator[str]:
+    if not isinstance(config.engine, VllmEngineConfig):
+        return
+    if config.model.lora is not None:
+        yield (
+            'engine.type = "vllm" with model.lora: adapters do not travel to vLLM yet; train all weights (remove '
+            'model.lora), or use engine.type = "transformers"'
+        )
+    if config.sampling.temperature > 2:
+        yield f"sampling.temperature = {config.sampling.temperature}: vLLM takes 2 at most; lower it"
+    if config.sampling.top_p < 1 and not config.sampling.top_k:
+        yield (
+            f"sampling.top_p = {config.sampling.top_p} without sampling.top_k: vLLM tells the kept ids, which the "
+            "trainer scores with, of a bounded number only; set sampling.top_k too (1000, say)"
+        )
 
 
 def _truncation(config: RunConfig) -> str:
@@ -276,7 +301,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
             "parallel.offload_optimizer has no effect: parallel.offload_parameters keeps the optimizer in host memory "
             "already; remove one of them"
         )
-    if "weights" in config.engine.model_fields_set and config.engine.weights == "shared":
+    if "weights" in config.engine.model_fields_set and config.engine.shares_weights:
         yield (
             f'engine.weights = "shared" with {parallel.world_size} processes: no process holds the whole weights to '
             "share, so the engine has its own copy; remove it"
@@ -335,6 +360,7 @@ _CHECKS = (
     _synchronous,
     _groups,
     _sampling,
+    _vllm,
     _tasks,
     _training,
     _critic,
@@ -378,7 +404,7 @@ def _capabilities(config: RunConfig, engine: EngineCapabilities) -> Iterator[str
     truncation = _truncation(config)
     if not engine.logprobs:
         yield f"{name} returns no log-probabilities, which every algorithm needs; choose another engine.type"
-    if truncation and config.engine.carry_kept_ids and not engine.kept_ids:
+    if truncation and not engine.kept_ids and getattr(config.engine, "carry_kept_ids", True):
         yield (
             f"sampling.{truncation}: {name} cannot return the kept ids of truncated sampling, so that importance "
             "ratios would compare two different distributions; set top_p = 1 and top_k = 0, or choose another engine"

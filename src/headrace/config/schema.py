@@ -6,9 +6,9 @@ Each field's meaning and unit stand below it. Sections with ``type`` are unions:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from headrace.config.base import LoraConfig, OptimizerSection, Section
 from headrace.config.critic import CriticConfig
@@ -36,6 +36,7 @@ class ModelConfig(Section):
 class TransformersEngineConfig(Section):
     """The embedded engine: in process, shares the trainer's weights."""
 
+    is_default_type: ClassVar[bool] = True
     type: Literal["transformers"] = "transformers"
     max_batch_size: int = Field(64, ge=1)
     """Requests that decode together."""
@@ -58,9 +59,47 @@ class TransformersEngineConfig(Section):
     num_threads: int | None = Field(None, ge=1)
     """Torch threads of decoding; None: all cores when synchronous, half of them when asynchronous."""
 
+    @property
+    def shares_weights(self) -> bool:
+        """The engine reads the trainer's own storage."""
+        return self.weights == "shared"
 
-EngineConfig = TransformersEngineConfig
-"""Grows into a union discriminated by ``type`` (vllm, sglang, openai)."""
+
+class VllmEngineConfig(Section):
+    """vLLM in a process of its own, run by a Python that has it (``make setup-vllm``)."""
+
+    type: Literal["vllm"] = "vllm"
+    python: str | None = None
+    """The Python that has vLLM; None: $HEADRACE_VLLM_PYTHON, else .venv-vllm of the working directory or checkout."""
+    max_batch_size: int = Field(64, ge=1)
+    """Requests that decode together."""
+    max_context: int | None = Field(None, ge=2)
+    """Prompt plus reply, in tokens; None takes the model's own limit."""
+    prefix_cache: bool = True
+    """Keep keys and values of prompts for later requests of the same version."""
+    kv_cache_bytes: int = Field(1 << 30, ge=1 << 20)
+    """Memory for keys and values. vLLM refuses to start where one request of ``max_context`` does not fit."""
+    kv_policy: Literal["keep", "recompute"] = "keep"
+    """What happens to the keys and values of running requests when weights change."""
+    num_threads: int | None = Field(None, ge=1)
+    """Torch threads of the server; None: all cores when synchronous, half of them when asynchronous."""
+    start_deadline_s: float = Field(600.0, gt=0)
+    """For the server to start and build its model."""
+
+    @property
+    def shares_weights(self) -> bool:
+        return False
+
+
+def _engine_type(engine: Any) -> Any:
+    """Files from before there was a choice name no type: the embedded engine."""
+    return engine.get("type", "transformers") if isinstance(engine, dict) else getattr(engine, "type", None)
+
+
+EngineConfig = Annotated[
+    Annotated[TransformersEngineConfig, Tag("transformers")] | Annotated[VllmEngineConfig, Tag("vllm")],
+    Discriminator(_engine_type),
+]
 
 
 class SamplingConfig(Section):
@@ -440,7 +479,7 @@ class RunConfig(Section):
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     gold: GoldConfig | None = None
     supervised_data: SupervisedDataConfig | None = None
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = TransformersEngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
