@@ -23,7 +23,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "algorithm.penalty": {"preset": "dro", "penalty": 0.2},
     "algorithm.correction.max_drift": {"correction": {"max_drift": 0.1}},
     "algorithm.selection.penalty": {"preset": "kl_cov", "selection": {"penalty": 0.1}},
-    "algorithm.selection.threshold": {"preset": "m2po", "ratio_anchor": "proximal", "selection": {"threshold": 0.1}},
 }
 
 
@@ -55,6 +54,7 @@ def test_options_of_the_ratio_need_a_second_step(key: str) -> None:
         {"preset": "dppo_tv", "trust_low": 0.2},
         {"preset": "aipo", "clip_high": 1.0},
         {"preset": "m2po", "selection": {"threshold": 0.1}},
+        {"preset": "m2po", "ratio_anchor": "proximal", "selection": {"threshold": 0.1}},
         {"ratio_anchor": "behaviour", "clip_high": 0.1, "correction": {"max_drift": 0.1}},
         {"clip_high": 0.1, "correction": {"proximal": "interpolated"}},
     ],

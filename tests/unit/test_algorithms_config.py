@@ -184,6 +184,7 @@ def test_correction_defaults() -> None:
     assert correction(type="decoupled", high=3) == ("decoupled", None, 3.0)
     assert correction(type="masked") == ("masked", 0.5, 5.0)
     assert correction(False, type="masked", low=0.9) == ("masked", 0.9, 5.0)
+    assert correction(False, type="rejected", high=1.2) == ("rejected", 0.5, 1.2)
 
 
 def test_the_derived_overlong_buffer_is_off_where_it_would_be_empty() -> None:
@@ -211,6 +212,10 @@ def test_the_derived_overlong_buffer_is_off_where_it_would_be_empty() -> None:
         ({"correction": {"type": "decoupled", "low": 0.5}}, "algorithm.correction.low"),
         ({"correction": {"type": "masked", "low": 2, "high": 1}}, "algorithm.correction.low"),
         ({"correction": {"type": "masked", "low": 6}}, "algorithm.correction.low"),
+        ({"correction": {"type": "rejected", "low": 2, "high": 2}}, "algorithm.correction.low"),
+        ({"correction": {"type": "rejected", "batch_normalised": True}}, "algorithm.correction.batch_normalised"),
+        ({"objective": "dppo_tv_penalised", "ratio_cap": 20.0}, "algorithm.ratio_cap"),
+        ({"objective": "dppo_tv_penalised", "mask_truncated": True}, "algorithm.mask_truncated"),
         ({"clip_low": 1.5}, "algorithm.clip_low"),
         ({"overlong_buffer": 100}, "algorithm.overlong_buffer"),
         ({"mask_truncated": True, "kl": {"coefficient": 0.1}}, "algorithm.mask_truncated"),
@@ -324,6 +329,8 @@ def test_options_reach_the_composition() -> None:
     assert resolved(preset="reinforce", discount=0.9).discount == 0.9
     assert resolved(preset="gmpo", clip_low=1.5).clip_low == 1.5, "log-ratios have no lower end at -1"
     assert resolved(preset="dppo_kl", trust_low=0.1).trust_high == 0.05
+    penalised = resolved(preset="dppo_tv", objective="dppo_tv_penalised")
+    assert (penalised.trust_low, penalised.penalty, penalised.ratio_anchor) == (0.1, 1e-3, "behaviour")
     assert resolved(ratio_level="trajectory", ratio_anchor="behaviour").anchors_to_behaviour
     assert not resolved(ratio_anchor="behaviour", correction={"max_drift": 0.1}).correction.weighs
     assert resolved(preset="rloo", correction={"type": "truncated", "proximal": "interpolated"}).correction.weighs

@@ -190,7 +190,7 @@ class ComposedAlgorithm:
             SelectionInput(
                 advantages_N=fields.advantages_N,
                 logprobs_N=logprobs_N,
-                log_ratio_N=term.log_ratio_N,
+                log_ratio_N=logprobs_N - fields.behaviour_logprobs_N,
                 clipped_N=term.clipped_N,
                 names_N=[f"{step}/{name}" for name in names_N],
                 **{name: value for name, value in r.selection_options.items() if name != "penalty"},

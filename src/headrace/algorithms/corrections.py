@@ -82,10 +82,16 @@ def truncated(log_rho_N: Tensor, low: float | None, high: float | None) -> Corre
 def masked(log_rho_N: Tensor, low: float | None, high: float | None) -> CorrectionWeights:
     """rho where low <= rho <= high, else 0: IcePop, masked importance sampling (arXiv 2510.18855)."""
     if low is None or high is None:
-        raise ValueError("masked correction needs both bounds")
+        raise ValueError("masked and rejected corrections need both bounds")
     rho_N = bounded_exp(log_rho_N)
     rejected_N = ~((rho_N >= low) & (rho_N <= high))
     return CorrectionWeights(weight_N=rho_N, rejected_N=rejected_N, truncated_N=_none(rho_N))
+
+
+def rejected(log_rho_N: Tensor, low: float | None, high: float | None) -> CorrectionWeights:
+    """1 where low <= rho <= high, else 0: rejection without weighing, for an episode's level (Liu et al. 2025)."""
+    weights = masked(log_rho_N, low, high)
+    return replace(weights, weight_N=torch.ones_like(weights.weight_N))
 
 
 def _none(like_N: Tensor) -> Tensor:
@@ -96,6 +102,7 @@ CORRECTIONS: dict[str, Callable[[Tensor, float | None, float | None], Correction
     "none": unweighted,
     "truncated": truncated,
     "masked": masked,
+    "rejected": rejected,
     # The same weight under its other name: decoupled PPO leaves rho uncapped unless told otherwise.
     "decoupled": truncated,
 }

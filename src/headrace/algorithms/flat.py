@@ -16,8 +16,8 @@ from headrace.types import Sample
 
 def flatten(minibatch: Minibatch, logprobs: Sequence[Tensor]) -> tuple[Tensor, TokenFields, list[str]]:
     """(log-probabilities [N], fields, a name for each token) of the rl stream, in the order of the samples' ids,
-    whatever their order in the minibatch; there must be such samples. Raises ValueError where ``logprobs`` does not
-    fit the samples."""
+    whatever their order in the minibatch; there must be such samples. A token's name counts trained tokens alone, so
+    that what stands between them has no part in it. Raises ValueError where ``logprobs`` does not fit the samples."""
     if len(logprobs) != len(minibatch.samples):
         raise ValueError(f"{len(logprobs)} lists of log-probabilities for {len(minibatch.samples)} samples")
     places = _order(minibatch.samples)
@@ -35,7 +35,7 @@ def flatten(minibatch: Minibatch, logprobs: Sequence[Tensor]) -> tuple[Tensor, T
         totals=minibatch.totals,
         **sample_columns(samples, minibatch.version, torch.device("cpu")),
     )
-    names = [f"{sample.id}/{t}" for sample, own in zip(samples, slots, strict=True) for t in own]
+    names = [f"{sample.id}/{k}" for sample in samples for k in range(sample.num_trained)]
     return gather(logprobs), fields, names
 
 

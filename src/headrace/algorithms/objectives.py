@@ -146,8 +146,20 @@ def dppo_tv(x: ObjectiveInput) -> ObjectiveOutput:
     """-sg(min(r, ratio_cap)) A l where the token's probability has not moved too far in the direction of A, else 0:
     pi - mu <= trust_high for A > 0, pi - mu >= -trust_low for the others (DPPO with the binary total variation,
     arXiv 2602.04879, section 4)."""
+    return _dppo(x, _tv_trusted(x))
+
+
+def dppo_tv_penalised(x: ObjectiveInput) -> ObjectiveOutput:
+    """-r A where :func:`dppo_tv` trusts the token, and penalty * (l - la)^2 on every token: the form of DPPO that
+    prime-rl trains. The ratio carries its gradient and has no cap; the square takes the cap's place."""
+    trusted_N = _tv_trusted(x)
+    square_N = (x.logprobs_N - x.anchor_N).square()
+    return _masked(x, trusted_N, torch.where(trusted_N, -x.ratio_N * x.advantages_N, 0.0) + x.penalty * square_N)
+
+
+def _tv_trusted(x: ObjectiveInput) -> Tensor:
     moved_N = x.logprobs_N.detach().exp() - x.anchor_N.exp()
-    return _dppo(x, torch.where(x.advantages_N > 0, moved_N <= x.trust_high, moved_N >= -x.trust_low))
+    return torch.where(x.advantages_N > 0, moved_N <= x.trust_high, moved_N >= -x.trust_low)
 
 
 def dppo_kl(x: ObjectiveInput) -> ObjectiveOutput:
@@ -172,7 +184,10 @@ def binary_kl(anchor_N: Tensor, logprobs_N: Tensor) -> Tensor:
 
 def _dppo(x: ObjectiveInput, trusted_N: Tensor) -> ObjectiveOutput:
     weight_N = x.ratio_N.detach().clamp(max=x.ratio_cap)
-    loss_N = torch.where(trusted_N, -weight_N * x.advantages_N * x.logprobs_N, 0.0)
+    return _masked(x, trusted_N, torch.where(trusted_N, -weight_N * x.advantages_N * x.logprobs_N, 0.0))
+
+
+def _masked(x: ObjectiveInput, trusted_N: Tensor, loss_N: Tensor) -> ObjectiveOutput:
     return ObjectiveOutput(
         loss_N=loss_N,
         clipped_low_N=~trusted_N & (x.advantages_N < 0),
@@ -208,7 +223,7 @@ class Objective:
 
 _TO_PROXIMAL: dict[str, float | str | None] = {"ratio_level": "token", "ratio_anchor": "proximal"}
 _TO_BEHAVIOUR: dict[str, float | str | None] = {"ratio_level": "token", "ratio_anchor": "behaviour"}
-_TRUST: dict[str, float | str | None] = {"trust_low": 0.1, "trust_high": 0.1, "ratio_cap": 20.0}
+_TRUST: dict[str, float | str | None] = {"trust_low": 0.1, "trust_high": 0.1}
 
 OBJECTIVES: dict[str, Objective] = {
     "ppo": Objective(ppo, {**_TO_PROXIMAL, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
@@ -218,7 +233,10 @@ OBJECTIVES: dict[str, Objective] = {
     "reinforce": Objective(reinforce),
     "cispo": Objective(cispo, {**_TO_PROXIMAL, "clip_low": 0.2, "clip_high": 0.2}),
     "topr": Objective(topr, {**_TO_BEHAVIOUR, "ratio_level": "trajectory"}),
-    "dppo_tv": Objective(dppo_tv, {**_TO_BEHAVIOUR, **_TRUST}),
-    "dppo_kl": Objective(dppo_kl, {**_TO_BEHAVIOUR, **_TRUST, "trust_low": 0.05, "trust_high": 0.05}),
+    "dppo_tv": Objective(dppo_tv, {**_TO_BEHAVIOUR, **_TRUST, "ratio_cap": 20.0}),
+    "dppo_tv_penalised": Objective(
+        dppo_tv_penalised, {**_TO_BEHAVIOUR, **_TRUST, "penalty": 1e-3}, zero_advantage_zero_gradient=False
+    ),
+    "dppo_kl": Objective(dppo_kl, {**_TO_BEHAVIOUR, "trust_low": 0.05, "trust_high": 0.05, "ratio_cap": 20.0}),
     "quadratic": Objective(quadratic, {"ratio_anchor": "proximal", "penalty": 0.1}, zero_advantage_zero_gradient=False),
 }

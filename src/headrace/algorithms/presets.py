@@ -62,7 +62,10 @@ _GROUP_PRESETS: dict[str, Preset] = {
         options={"clip_high": 0.28},
         dynamic_sampling=True,
         overlong_fraction=0.2,
-        deviations=("overlong buffer: a fifth of max_new_tokens (the paper: 4096 of 20480)",),
+        deviations=(
+            "overlong buffer: a fifth of max_new_tokens (the paper: 4096 of 20480)",
+            "dynamic sampling drops groups of equal rewards (the paper's are 0 or 1)",
+        ),
     ),
     "gspo": Preset(
         paper="arXiv 2507.18071",

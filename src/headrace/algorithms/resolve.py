@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 TRUNCATED_HIGH = 2.0
 """Default cap of truncated correction, and of decoupled PPO in an asynchronous run."""
 MASKED_LOW, MASKED_HIGH = 0.5, 5.0
-"""Default band of masked correction (IcePop)."""
+"""Default band of masked and rejected correction (IcePop)."""
 
 OBJECTIVE_OPTIONS = (
     "ratio_level",
@@ -54,7 +54,7 @@ class ResolvedCorrection:
 
     @property
     def weighs(self) -> bool:
-        """True where rho multiplies the loss."""
+        """True where rho decides how much of the loss a token keeps."""
         return self.type != "none"
 
 
@@ -304,10 +304,10 @@ def _correction(config: CorrectionConfig | None, asynchronous: bool, problems: l
             for name in ("low", "high", "level", "batch_normalised")
             if getattr(config, name) is not None
         ]
-    elif config.low is not None and config.type != "masked":
+    elif config.low is not None and config.type not in ("masked", "rejected"):
         problems.append(f"algorithm.correction.low has no effect with correction type '{config.type}': remove it")
     low, high = None, config.high if weighs else None
-    if config.type == "masked":
+    if config.type in ("masked", "rejected"):
         low, high = _first(config.low, MASKED_LOW), _first(config.high, MASKED_HIGH)
     if config.type == "truncated":
         high = _first(config.high, TRUNCATED_HIGH)

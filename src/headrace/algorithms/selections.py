@@ -21,7 +21,7 @@ class SelectionInput:
     advantages_N: Tensor
     logprobs_N: Tensor
     log_ratio_N: Tensor
-    """To the ratio's anchor."""
+    """To the behaviour policy, l - lb, whatever the ratio's anchor."""
     clipped_N: Tensor
     """bool: the objective's own bound acts on the token."""
     names_N: Sequence[str]

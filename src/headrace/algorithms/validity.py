@@ -60,8 +60,10 @@ def _not_unbiased(section: str, estimator: str | None) -> str:
 
 def _correction(r: ResolvedAlgorithm, config: AlgorithmConfig) -> Iterator[str]:
     c = r.correction
-    if c.type == "masked" and c.low is not None and c.high is not None and c.low >= c.high:
+    if c.low is not None and c.high is not None and c.low >= c.high:
         yield f"algorithm.correction.low is {c.low}, which must be below correction.high, {c.high}"
+    if c.type == "rejected" and c.batch_normalised:
+        yield "algorithm.correction.batch_normalised has no effect with type 'rejected', whose weights are 1: remove it"
     interpolates = config.correction is not None and config.correction.proximal is not None
     if r.anchors_to_behaviour:
         why = "the ratio is taken to the behaviour policy (ratio_anchor) and corrects for it already: remove it"

@@ -266,7 +266,7 @@ def _one_step(config: RunConfig) -> Iterator[str]:
     if algorithm.correction is not None:
         names += [f"correction.{name}" for name in _set(algorithm.correction, "max_drift")]
     if algorithm.selection is not None:
-        names += [f"selection.{name}" for name in _set(algorithm.selection, "penalty", "threshold")]
+        names += [f"selection.{name}" for name in _set(algorithm.selection, "penalty")]
     for name in names:
         yield (
             f"algorithm.{name} has no effect: one optimizer step per rollout batch (trainer.num_minibatches x "

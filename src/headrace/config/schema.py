@@ -206,8 +206,8 @@ class KlConfig(Section):
 class CorrectionConfig(Section):
     """Importance correction between behaviour and proximal policy, rho = exp(proximal - behaviour)."""
 
-    type: Literal["none", "truncated", "masked", "decoupled"] = "none"
-    """``truncated``: min(rho, high). ``masked``: rho where low <= rho <= high, else 0 (IcePop).
+    type: Literal["none", "truncated", "masked", "rejected", "decoupled"] = "none"
+    """``truncated``: min(rho, high). ``masked``: rho where low <= rho <= high, else 0 (IcePop). ``rejected``: 1 there.
     ``decoupled``: rho, capped at ``high`` where given (decoupled PPO)."""
     low: float | None = Field(None, ge=0)
     high: float | None = Field(None, gt=0)
@@ -284,7 +284,20 @@ class AlgorithmConfig(Section):
     """Of later rewards in a token's return; advantages greedy_centred, batch_whitened and none alone (GAE discounts by
     ``critic.gamma``)."""
     objective: (
-        Literal["ppo", "ratio", "gmpo", "sapo", "reinforce", "cispo", "topr", "dppo_tv", "dppo_kl", "quadratic"] | None
+        Literal[
+            "ppo",
+            "ratio",
+            "gmpo",
+            "sapo",
+            "reinforce",
+            "cispo",
+            "topr",
+            "dppo_tv",
+            "dppo_tv_penalised",
+            "dppo_kl",
+            "quadratic",
+        ]
+        | None
     ) = None
     ratio_level: Literal["token", "sequence", "trajectory"] | None = None
     """The ratio of a token, its geometric mean over the episode, or the whole episode's (product)."""
@@ -303,7 +316,8 @@ class AlgorithmConfig(Section):
     ratio_cap: float | None = Field(None, gt=0)
     """dppo's cap of the ratio."""
     penalty: float | None = Field(None, gt=0)
-    """quadratic's weight of half the squared log-ratio of an episode (beta of DRO, tau of Kimi k1.5)."""
+    """quadratic's weight of half the squared log-ratio of an episode (beta of DRO, tau of Kimi k1.5), and
+    dppo_tv_penalised's of the squared log-ratio of a token."""
     aggregation: Aggregation | None = None
     kl: KlConfig | None = None
     correction: CorrectionConfig | None = None
