@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headrace.config.load import load_config
+from headrace.config.prompts import check_prompts
 from headrace.config.schema import RunConfig
 from headrace.control.watchdog import Watchdog
 from headrace.errors import ConfigError
@@ -21,7 +22,7 @@ from headrace.record.recorded_config import recorded_config
 from headrace.record.run_dir import read_run_info
 from headrace.trainer.weights import restore_model
 from headrace.types import PolicyVersion
-from headrace.wiring import build_engine, build_player, check_before_work, check_prompts, load_policy
+from headrace.wiring import build_engine, build_player, check_before_work, load_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,10 @@ import torch
 from headrace.algorithms.registry import build_algorithm
 from headrace.config.checks import AlgorithmTraits, check_config
 from headrace.config.critic import SeparateCriticConfig
+from headrace.config.engines import VllmEngineConfig
 from headrace.config.load import resolved
-from headrace.config.schema import RunConfig, VllmEngineConfig
+from headrace.config.prompts import check_prompts
+from headrace.config.schema import RunConfig
 from headrace.config.vllm_python import find_python
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
@@ -45,7 +47,7 @@ from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
 from headrace.parts import Parts, Record
 from headrace.player import Player
-from headrace.protocols import Algorithm, Clock, Engine, Renderer, Reward, TaskSource, WeightUpdate
+from headrace.protocols import Algorithm, Clock, Engine, Reward, WeightUpdate
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.ledger_store import LedgerStore
@@ -71,8 +73,6 @@ from headrace.weights.streamed import StreamedWeights
 
 NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40}
 """By engine. vLLM's prefix cache finds whole blocks of 32 tokens, so a shorter prompt would never be found in it."""
-MAX_PROMPTS_CHECKED = 20_000
-"""Prompts rendered at start to find one that is too long; of more tasks, those with the longest text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,21 +186,6 @@ def load_critic(config: RunConfig, policy: Policy) -> Critic | None:
             )
     num_steps = config.trainer.num_batches * num_steps_per_batch(config.trainer)
     return Critic(config.critic, policy.loaded, own=own, num_steps=num_steps)
-
-
-def check_prompts(tasks: TaskSource, renderer: Renderer, config: RunConfig, max_context: int) -> None:
-    """Refuse a prompt that leaves no room for its reply, before any work. Raises ConfigError naming the task."""
-    indices: Sequence[int] = range(len(tasks))
-    if len(tasks) > MAX_PROMPTS_CHECKED:
-        indices = sorted(indices, key=lambda i: -len(str(tasks[i].messages)))[:MAX_PROMPTS_CHECKED]
-    for i in indices:
-        num_tokens = len(renderer.render(tasks[i].messages))
-        if num_tokens + config.sampling.max_new_tokens > max_context:
-            raise ConfigError(
-                f"the prompt of task {tasks[i].id!r} has {num_tokens} tokens; with sampling.max_new_tokens = "
-                f"{config.sampling.max_new_tokens} that exceeds the context of {max_context} tokens. Shorten or remove "
-                "the task, or lower sampling.max_new_tokens: headrace never cuts a prompt"
-            )
 
 
 def num_threads(config: RunConfig) -> tuple[int, int]:
@@ -437,9 +422,6 @@ def _connect(
         return [t.tolist() for t in await trainer_thread.call(trainer.forward, samples)]
 
     bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
-    num_canary_tokens = NUM_CANARY_PROMPT_TOKENS[config.engine.type]
-    canary_prompt = policy.renderer.render(checked.splits.train[0].messages)
-    canary_prompt = (canary_prompt * num_canary_tokens)[:num_canary_tokens]
     sinks = build_sinks(config.monitor, record.run_dir.path, config.name, redact(resolved(config)))
     progress = Progress(config.trainer.num_batches, title=config.name, enabled=config.monitor.progress)
     reporter = Reporter(
@@ -473,7 +455,7 @@ def _connect(
         canary=Canary(
             engine,
             score,
-            canary_prompt,
+            _canary_prompt(checked, policy),
             bound=bound,
             trainer_checksums=lambda: _trainer_checksums(trainer, policy),
             shares_weights=config.engine.shares_weights and carrier is None,
@@ -486,6 +468,13 @@ def _connect(
         reporter=reporter,
         restored=checkpoint.state() if checkpoint is not None else {},
     )
+
+
+def _canary_prompt(checked: Checked, policy: Policy) -> Sequence[int]:
+    """The first task's prompt, repeated or cut to the length that the engine's cache needs."""
+    num_tokens = NUM_CANARY_PROMPT_TOKENS[checked.config.engine.type]
+    prompt = policy.renderer.render(checked.splits.train[0].messages)
+    return (prompt * num_tokens)[:num_tokens]
 
 
 def _watchdog(config: RunConfig, clock: Clock) -> Watchdog:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.config.schema import VllmEngineConfig
+from headrace.config.engines import VllmEngineConfig
 from headrace.config.vllm_python import find_python
 from headrace.engines.vllm.client import PROGRAM, VllmEngine
 from headrace.errors import ConfigError

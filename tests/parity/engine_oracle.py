@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headrace.config.schema import TransformersEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.engines import TransformersEngine
 from headrace.model.attention import ATTENTION_NAME
 from headrace.testing import tiny_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.config.schema import TransformersEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.engines.embedded import TransformersEngine
 from headrace.protocols import WeightUpdate
 from headrace.testing import tiny_model

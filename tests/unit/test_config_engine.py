@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from headrace.config.checks import check_config
+from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import load_config, resolved, restore_config
-from headrace.config.schema import RunConfig, TransformersEngineConfig, VllmEngineConfig
+from headrace.config.schema import RunConfig
 from headrace.config.vllm_python import VARIABLE, find_python
 from headrace.errors import ConfigError
 

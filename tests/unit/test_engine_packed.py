@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.config.schema import TransformersEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.engines import TransformersEngine
 from headrace.engines.errors import EngineError
 from headrace.engines.packed import PackedLinear, can_pack, drop_packed, packed_view

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from vllm_scripted_server import VOCAB, distribution
 
-from headrace.config.schema import VllmEngineConfig
+from headrace.config.engines import VllmEngineConfig
 from headrace.engines import EngineError, RequestError
 from headrace.engines.vllm import client
 from headrace.engines.vllm.client import VllmEngine

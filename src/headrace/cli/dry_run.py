@@ -7,8 +7,9 @@ from pathlib import Path
 
 from headrace.config.critic import CriticConfig
 from headrace.config.dump import dump_toml
+from headrace.config.engines import VllmEngineConfig
 from headrace.config.load import resolved
-from headrace.config.schema import GoldConfig, RunConfig, VllmEngineConfig
+from headrace.config.schema import GoldConfig, RunConfig
 from headrace.config.vllm_python import find_python
 from headrace.environments.preferences import Conversation, Rows, read_supervised
 from headrace.environments.tasks import TaskSplits, build_tasks

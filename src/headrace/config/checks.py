@@ -15,16 +15,9 @@ from dataclasses import dataclass
 
 from headrace.config.base import Section
 from headrace.config.critic import SharedCriticConfig
+from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import config_error
-from headrace.config.schema import (
-    ArithmeticTasks,
-    DistillationConfig,
-    FileTasks,
-    RunConfig,
-    SupervisedConfig,
-    TransformersEngineConfig,
-    VllmEngineConfig,
-)
+from headrace.config.schema import ArithmeticTasks, DistillationConfig, FileTasks, RunConfig, SupervisedConfig
 from headrace.protocols import EngineCapabilities
 
 

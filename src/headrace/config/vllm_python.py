@@ -6,6 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from headrace.child_process import how_it_ended
 from headrace.errors import ConfigError
 
 VARIABLE = "HEADRACE_VLLM_PYTHON"
@@ -42,4 +43,5 @@ def _check_package(python: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine.python: {python} does not run: {error}; {_HOW}") from error
     if done.returncode != 0:
-        raise ConfigError(f"engine.python: {python} has no package vllm {done.stderr.strip()[-200:]}; {_HOW}")
+        ended = "" if done.returncode > 0 else f" (the probe {how_it_ended(done.returncode)})"
+        raise ConfigError(f"engine.python: {python} has no package vllm{ended} {done.stderr.strip()[-200:]}; {_HOW}")

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from headrace.config.schema import TransformersEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.compute import Compute, Move, StepResult
 from headrace.engines.errors import EngineError, RequestError

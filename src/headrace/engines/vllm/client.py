@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from headrace.config.schema import VllmEngineConfig
+from headrace.config.engines import VllmEngineConfig
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.errors import EngineError, RequestError
 from headrace.engines.request import Running, check_request
