@@ -14,6 +14,7 @@ from headrace.config.engines import VllmEngineConfig
 from headrace.config.vllm_python import find_python
 from headrace.engines.vllm.client import PROGRAM, VllmEngine
 from headrace.errors import ConfigError
+from headrace.model.attention import ATTENTION_NAME
 from headrace.protocols import WeightUpdate
 from headrace.testing import tiny_model, tiny_tokenizer
 from headrace.types import Generation, GenerationRequest, PolicyVersion, Sampling
@@ -46,7 +47,9 @@ def save_config(model: Any, folder: Path) -> Path:
     return folder
 
 
-def make_vllm(model: Any, folder: Path, *, program: Path = PROGRAM, **config: Any) -> VllmEngine:
+def make_vllm(
+    model: Any, folder: Path, *, program: Path = PROGRAM, vocab_size: int = VOCAB, **config: Any
+) -> VllmEngine:
     options = {"max_batch_size": 4, "kv_cache_bytes": 1 << 27, "num_threads": 1, "start_deadline_s": 200.0, **config}
     return VllmEngine(
         VllmEngineConfig(**options),
@@ -55,7 +58,7 @@ def make_vllm(model: Any, folder: Path, *, program: Path = PROGRAM, **config: An
         python=vllm_python(),
         model=save_config(model, folder),
         dtype=str(model.dtype).removeprefix("torch."),
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         decode=tiny_tokenizer().decode,
         max_context=256,
         program=program,
@@ -103,7 +106,11 @@ def request(name: str, prompt_ids: Sequence[int], seed: int = 0, **options: Any)
 def gaps(model: Any, asked: GenerationRequest, reply: Generation) -> torch.Tensor:
     """|engine - plain forward pass| for each token [T], under the declared distribution."""
     ids = torch.tensor([asked.prompt_ids + reply.ids])
-    logits = model(ids, use_cache=False).logits[0, len(asked.prompt_ids) - 1 : -1, :VOCAB].double()
+    model.set_attn_implementation("eager")
+    try:
+        logits = model(ids, use_cache=False).logits[0, len(asked.prompt_ids) - 1 : -1, :VOCAB].double()
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
     logits = logits / (asked.sampling.temperature or 1.0)
     if reply.kept_ids is not None:
         for t, kept in enumerate(reply.kept_ids):

@@ -234,6 +234,7 @@ class VllmEngine:
         self._check_alive()
         if self._start_task is None:
             self._start_task = asyncio.create_task(self._start(), name="headrace-vllm-start")
+            self._start_task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
         if not self._start_task.done():
             # A caller that gives up does not take the start with it.
             await asyncio.wait({self._start_task})
