@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.checked import check_before_work, load_policy
 from headrace.config.load import load_config
 from headrace.config.prompts import check_prompts
 from headrace.config.schema import RunConfig
@@ -22,7 +23,7 @@ from headrace.record.recorded_config import recorded_config
 from headrace.record.run_dir import read_run_info
 from headrace.trainer.weights import restore_model
 from headrace.types import PolicyVersion
-from headrace.wiring import build_engine, build_player, check_before_work, load_policy
+from headrace.wiring import build_engine, build_player
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from headrace.checked import check_before_work
 from headrace.cli.dry_run import print_dry_run
 from headrace.config.critic import SeparateCriticConfig, SharedCriticConfig
 from headrace.config.load import load_config, resolved, restore_config
 from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError
-from headrace.wiring import check_before_work
 
 RUN = """
 [model]

@@ -185,7 +185,7 @@ def test_gold_without_evaluation_is_an_error() -> None:
 
 
 def test_wrong_gold_reward_names_its_key() -> None:
-    from headrace.wiring import check_before_work
+    from headrace.checked import check_before_work
 
     data = run_data(evaluation={"every": 5}, gold={"rewards": [{"type": "exakt"}]})
     with pytest.raises(ConfigError, match=r"gold\.rewards\[0\]\.type = 'exakt'.*did you mean 'exact'"):

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from headrace import checked as checking
 from headrace import wiring
+from headrace.checked import check_before_work
 from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError
-from headrace.wiring import check_before_work
 
 
 def run(preset: str, *, sections: dict[str, Any] | None = None, **parallel: int) -> RunConfig:
@@ -58,11 +59,11 @@ def test_several_processes_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
         devices.append(device)
         raise InterruptedError
 
-    monkeypatch.setattr(wiring, "load_model", load)
+    monkeypatch.setattr(checking, "load_model", load)
     for config in (run("grpo"), run("grpo", sections={"model": model}), run("grpo", tp=2)):
         assert check_before_work(config)
         with pytest.raises(InterruptedError):
-            wiring.load_policy(config)
+            checking.load_policy(config)
     assert devices == ["auto", "cuda", "cpu"]
 
 
