@@ -89,6 +89,7 @@ check-rooms: setup
 bench: setup setup-bench  ## headrace against TRL, the engine against generate(), and the cost of the books; writes JSON
 	$(BIN)/headrace model fetch smollm2-135m
 	$(BIN)/python benchmarks/engine.py --model "$$($(MODEL_PATH))"
+	$(BIN)/python benchmarks/trainer.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/bookkeeping.py
 	$(BIN)/python benchmarks/versus_trl.py --model "$$($(MODEL_PATH))" --trl-python $(BENCH_VENV)/bin/python $(ARGS)
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headrace.algorithms.fields import Minibatch
+from headrace.algorithms.values import explained_variance
 from headrace.control.ledger import Ledger
 from headrace.errors import HeadraceError
 from headrace.monitor.batch_metrics import batch_metrics
@@ -62,10 +64,18 @@ class TrainRecord:
         self.advantages: dict[str, Tensor] = {}
         self.logprobs: dict[str, Tensor] = {}
         self._values: dict[str, list[float]] = {}
+        self._critic: dict[str, tuple[Tensor, Tensor]] = {}
+        """Per sample: values at behaviour time and value targets, of the trained tokens."""
 
     def add(self, minibatch: Minibatch, metrics: Mapping[str, float], logprobs: Mapping[str, Tensor]) -> None:
         for sample, advantages_T in zip(minibatch.samples, minibatch.advantages, strict=True):
             self.advantages.setdefault(sample.id, advantages_T)
+        if minibatch.values is not None and minibatch.value_targets is not None:
+            for sample, value_T, target_T in zip(
+                minibatch.samples, minibatch.values, minibatch.value_targets, strict=True
+            ):
+                trained_T = torch.tensor(sample.mask, dtype=torch.bool) & (sample.stream == "rl")
+                self._critic.setdefault(sample.id, (value_T[trained_T], target_T[trained_T]))
         self.logprobs = {**logprobs, **self.logprobs}
         self.add_step(metrics)
 
@@ -84,7 +94,17 @@ class TrainRecord:
             else:
                 merged[name] = fmean(values)
         largest = max((float(a.abs().max()) for a in self.advantages.values() if len(a)), default=0.0)
-        return named_train_metrics(merged) | {"train/advantage_max_abs": largest}
+        return named_train_metrics(merged) | self._critic_metrics() | {"train/advantage_max_abs": largest}
+
+    def _critic_metrics(self) -> dict[str, float]:
+        """How well the values of behaviour time foretold the returns, over the whole batch."""
+        values_N = torch.cat([value for value, _ in self._critic.values()]) if self._critic else torch.empty(0)
+        if not len(values_N):
+            return {}
+        targets_N = torch.cat([target for _, target in self._critic.values()])
+        named = {"critic/value_mean": float(values_N.mean()), "critic/return_mean": float(targets_N.mean())}
+        explained = explained_variance(values_N, targets_N)
+        return named if explained is None else named | {"critic/explained_variance": explained}
 
 
 class Reporter:

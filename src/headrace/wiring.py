@@ -18,6 +18,7 @@ import torch
 
 from headrace.algorithms.registry import build_algorithm
 from headrace.config.checks import AlgorithmTraits, check_config
+from headrace.config.critic import SeparateCriticConfig
 from headrace.config.load import resolved
 from headrace.config.schema import RunConfig, VllmEngineConfig
 from headrace.config.vllm_python import find_python
@@ -55,6 +56,7 @@ from headrace.reporting import Reporter
 from headrace.rewards.build import build_rewards
 from headrace.rewards.composite import with_gold
 from headrace.trainer.crew import Followers, LeadingTrainer, join_run
+from headrace.trainer.critic import Critic
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.trainer import PolicyTrainer
@@ -98,6 +100,7 @@ def check_before_work(config: RunConfig) -> Checked:
         asynchronous=config.rollout.max_staleness > 0,
         max_new_tokens=config.sampling.max_new_tokens,
         min_group_size=config.rollout.min_group_size,
+        critic=config.critic,
     )
     composed = getattr(algorithm, "resolved", None)  # a third party's algorithm knows its own options
     check_config(
@@ -106,6 +109,7 @@ def check_before_work(config: RunConfig) -> Checked:
             group_relative=getattr(composed, "is_group_relative", False),
             dynamic_sampling=getattr(composed, "dynamic_sampling", True),
             ratio_is_one=getattr(composed, "ratio_is_one_on_one_step", True),
+            needs_values=algorithm.needs.values,
         ),
     )
     if isinstance(config.engine, VllmEngineConfig):
@@ -143,11 +147,33 @@ def load_policy(config: RunConfig) -> Policy:
     """The model that the run starts from."""
     keep_large_buffers()
     path = resolve_model_path(config.model.path)
-    loaded = load_model(path, config.model.dtype, lora=config.model.lora, seed=config.seed)
+    device = config.model.device if config.parallel.world_size == 1 else "cpu"  # where the mesh is
+    loaded = load_model(path, config.model.dtype, lora=config.model.lora, seed=config.seed, device=device)
     return Policy(
         loaded=loaded,
         renderer=ChatRenderer(loaded.tokenizer, config.model.chat_template, generation_eos_ids(path)),
     )
+
+
+def load_critic(config: RunConfig, policy: Policy) -> Critic | None:
+    """The critic that the configuration names; None where it names none. Raises ConfigError for a model that does not
+    fit the policy."""
+    if config.critic is None:
+        return None
+    own = None
+    if isinstance(config.critic, SeparateCriticConfig):
+        path = resolve_model_path(config.critic.path or config.model.path)
+        own = load_model(
+            path, config.model.dtype, lora=config.critic.lora, seed=config.seed, device=config.model.device
+        )
+        needed = config.engine.max_context or policy.loaded.max_context
+        if own.max_context < needed:
+            raise ConfigError(
+                f"critic.path: the model allows {own.max_context} tokens, but prompt and reply may have {needed}; "
+                "choose a model with a longer context, or lower engine.max_context"
+            )
+    num_steps = config.trainer.num_batches * num_steps_per_batch(config.trainer)
+    return Critic(config.critic, policy.loaded, own=own, num_steps=num_steps)
 
 
 def check_prompts(tasks: TaskSource, renderer: Renderer, config: RunConfig, max_context: int) -> None:
@@ -285,7 +311,8 @@ def _build_trainer(
     """The trainer; with several processes also the engine's weights, copied before the model is split."""
     config = checked.config
     if config.parallel.world_size == 1:
-        return PolicyTrainer(policy.loaded, config.trainer, **_trainer_options(checked)), None
+        critic = load_critic(config, policy)
+        return PolicyTrainer(policy.loaded, config.trainer, critic=critic, **_trainer_options(checked)), None
     carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
     followers = Followers(config)
     try:
@@ -304,8 +331,9 @@ def build_parallel_trainer(checked: Checked, policy: Policy, mesh: ParallelMesh)
 
 def _trainer_options(checked: Checked) -> _TrainerOptions:
     config = checked.config
+    num_frozen_batches = 0 if config.critic is None else config.critic.warmup_batches
     return {
-        "num_steps": config.trainer.num_batches * num_steps_per_batch(config.trainer),
+        "num_steps": (config.trainer.num_batches - num_frozen_batches) * num_steps_per_batch(config.trainer),
         "with_reference": checked.algorithm.needs.reference,
         "activation_checkpointing": config.model.activation_checkpointing,
     }

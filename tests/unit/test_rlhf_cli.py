@@ -13,7 +13,7 @@ from headrace.cli.main import main
 from headrace.config.load import restore_as
 from headrace.config.offline import DpoConfig, RewardModelConfig, SftConfig
 from headrace.errors import ConfigError
-from headrace.model.load import load_model
+from headrace.model.load import ModelError, load_model
 from headrace.offline import run as offline_run
 from headrace.offline.dpo import train_dpo
 from headrace.offline.reward_model import train_reward_model
@@ -224,3 +224,14 @@ def test_other_commands_on_a_run_without_rollouts(
     assert "headrace sft FILE.TOML --resume" in capsys.readouterr().err
     assert main(["eval", run, "--tasks", config["data"]["path"]]) == 2
     assert f"{run}/export" in capsys.readouterr().err
+
+
+def test_the_device_is_the_models(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I20: model.device acts here as in a run of the loop."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    chosen = data(tmp_path, model, "sft")
+    chosen["model"]["device"] = "cuda"
+    config = restore_as(SftConfig, chosen, "the test")
+    with pytest.raises(ModelError, match=r'model\.device is "cuda"'):
+        train_sft(config)
+    assert not (tmp_path / "run").exists()

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.algorithms.fields import Minibatch, Totals
-from headrace.config.schema import LoraConfig, ScheduleConfig, TrainerConfig
+from headrace.config.base import LoraConfig, ScheduleConfig
+from headrace.config.schema import TrainerConfig
 from headrace.model.load import LoadedModel, prepare_model
 from headrace.testing import Reinforce, make_sample, tiny_model, tiny_tokenizer
 from headrace.trainer.trainer import PolicyTrainer

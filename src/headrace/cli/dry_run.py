@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.config.critic import CriticConfig
 from headrace.config.dump import dump_toml
 from headrace.config.load import resolved
 from headrace.config.schema import RunConfig, VllmEngineConfig
@@ -57,6 +58,8 @@ def _plan(config: RunConfig, tasks: TaskSplits) -> Iterator[tuple[str, str]]:
             f"learning rate {trainer.learning_rate:g}, {trainer.schedule.type}"
         ),
     )
+    if config.critic is not None:
+        yield "critic", _critic(config.critic)
     staleness = rollout.max_staleness
     yield (
         "mode",
@@ -86,6 +89,12 @@ def _engine(config: RunConfig) -> str:
     except HeadraceError as error:
         return f"MISSING: {error}"
     return f"vllm, a server in a process of its own ({python}); weights travel through shared memory"
+
+
+def _critic(critic: CriticConfig) -> str:
+    backbone = "the policy's" if critic.type == "shared" else critic.path or "a copy of the policy's start"
+    warmup = f"; the first {critic.warmup_batches} batches train it alone" if critic.warmup_batches else ""
+    return f"backbone: {backbone}; learning rate {critic.learning_rate:g}, {critic.schedule.type}{warmup}"
 
 
 def _evaluation(config: RunConfig, num_held_out: int) -> str:

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from headrace.config.base import Section
+from headrace.config.critic import SharedCriticConfig
 from headrace.config.load import config_error
 from headrace.config.schema import (
     ArithmeticTasks,
     DistillationConfig,
     FileTasks,
     RunConfig,
-    Section,
     SupervisedConfig,
     TransformersEngineConfig,
     VllmEngineConfig,
@@ -37,6 +38,8 @@ class AlgorithmTraits:
     """Groups whose rewards are all equal are replaced."""
     ratio_is_one: bool = True
     """On the only optimizer step of a batch; False where the ratio is not taken to that step's own policy."""
+    needs_values: bool = False
+    """Its advantages need a critic's values."""
 
 
 def check_config(
@@ -198,8 +201,9 @@ def _training(config: RunConfig) -> Iterator[str]:
     if trainer.schedule.type == "constant":
         for name in _set(trainer.schedule, "final_fraction"):
             yield f'trainer.schedule.{name} has no effect: trainer.schedule.type is "constant"; use linear or cosine'
-    num_steps = trainer.num_batches * trainer.num_epochs * trainer.num_minibatches
-    if trainer.schedule.warmup_steps >= num_steps:
+    critic_batches = config.critic.warmup_batches if config.critic is not None else 0
+    num_steps = (trainer.num_batches - critic_batches) * trainer.num_epochs * trainer.num_minibatches
+    if 0 < num_steps <= trainer.schedule.warmup_steps:
         yield (
             f"trainer.schedule.warmup_steps = {trainer.schedule.warmup_steps}, but the run has {num_steps} optimizer "
             "steps (num_batches x num_epochs x num_minibatches): the full learning rate would never be reached"
@@ -207,6 +211,36 @@ def _training(config: RunConfig) -> Iterator[str]:
     other = "bfloat16" if config.model.dtype == "float32" else "float32"
     for name in _set(config.guards, f"max_ratio_error_{other}"):
         yield f'guards.{name} has no effect: model.dtype is "{config.model.dtype}"'
+
+
+def _critic(config: RunConfig) -> Iterator[str]:
+    critic, trainer = config.critic, config.trainer
+    if critic is None:
+        return
+    if critic.warmup_batches >= trainer.num_batches:
+        yield (
+            f"critic.warmup_batches = {critic.warmup_batches}, but the run has {trainer.num_batches} rollout batches "
+            "(trainer.num_batches): the policy would never be trained"
+        )
+    if critic.schedule.type == "constant":
+        for name in _set(critic.schedule, "final_fraction"):
+            yield f'critic.schedule.{name} has no effect: critic.schedule.type is "constant"; use linear or cosine'
+    steps_per_batch = trainer.num_epochs * trainer.num_minibatches
+    if critic.schedule.warmup_steps >= trainer.num_batches * steps_per_batch:
+        yield (
+            f"critic.schedule.warmup_steps = {critic.schedule.warmup_steps}, but the run has "
+            f"{trainer.num_batches * steps_per_batch} optimizer steps: the full learning rate would never be reached"
+        )
+    if steps_per_batch == 1:
+        for name in _set(critic, "value_clip"):
+            yield (
+                f"critic.{name} has no effect: one optimizer step per rollout batch (trainer.num_minibatches x "
+                "trainer.num_epochs = 1) starts from the very values that it is measured against; remove it or make "
+                "more steps per batch"
+            )
+    if isinstance(critic, SharedCriticConfig) and not critic.train_backbone:
+        for name in _set(critic, "loss_coefficient"):
+            yield f"critic.{name} has no effect: critic.train_backbone is false, so the value loss moves the head only"
 
 
 _OF_THE_RATIO = (
@@ -272,6 +306,16 @@ def _parallel(config: RunConfig) -> Iterator[str]:
             f"model.lora with {parallel.world_size} processes: adapters train in one process only so far; remove "
             "model.lora, or set all axes of [parallel] to 1"
         )
+    if config.critic is not None:
+        yield (
+            f"[critic] with {parallel.world_size} processes: a critic trains in one process only so far; set all axes "
+            "of [parallel] to 1, or choose an algorithm without critic"
+        )
+    if config.model.device == "cuda":
+        yield (
+            f'model.device = "cuda" with {parallel.world_size} processes: several processes compute on the CPU only so '
+            "far; remove model.device, or set all axes of [parallel] to 1"
+        )
 
 
 def _evaluates(config: RunConfig) -> bool:
@@ -314,6 +358,7 @@ _CHECKS = (
     _vllm,
     _tasks,
     _training,
+    _critic,
     _streams,
     _evaluation,
     _gold,
@@ -330,6 +375,16 @@ def _algorithm(config: RunConfig, algorithm: AlgorithmTraits) -> Iterator[str]:
         yield (
             f"rollout.group_size = 1 with the group-relative advantages of algorithm '{config.algorithm.preset}': a "
             "group of one is always equal to its own mean and learns nothing; use a group_size of 2 or more"
+        )
+    if algorithm.needs_values and config.critic is None:
+        yield (
+            f"algorithm '{config.algorithm.preset}' needs the values of a critic, and there is no [critic] section: "
+            'add one (type = "shared" or "separate"), or choose an algorithm without critic'
+        )
+    if config.critic is not None and not algorithm.needs_values:
+        yield (
+            f"the section [critic] has no effect: the advantages of algorithm '{config.algorithm.preset}' use no "
+            'values; remove it, or set algorithm.preset = "ppo_critic" or algorithm.advantage = "gae"'
         )
     if not algorithm.dynamic_sampling:
         for name in _set(config.rollout, "max_filter_factor"):

@@ -8,26 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
-    is_default_type: ClassVar[bool] = False
-    """The member of its union that a section without ``type`` is."""
-
+from headrace.config.base import LoraConfig, OptimizerSection, Section
+from headrace.config.critic import CriticConfig
 
 # -------------------------------------------------------------------------------------------------- model
-
-
-class LoraConfig(Section):
-    """Train low-rank adapters through peft instead of all weights."""
-
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
 
 
 class ModelConfig(Section):
@@ -35,6 +21,9 @@ class ModelConfig(Section):
     """A local folder, the name of a fetched model (``smollm2-135m``), or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of trainer and embedded engine. Master weights and optimizer state are float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where trainer and embedded engine compute; auto: the first GPU where there is one, else the CPU. Several
+    processes ([parallel]) compute on the CPU."""
     chat_template: str | None = None
     """``chatml`` (roles only, no default system prompt), a Jinja file, or None for the model's own."""
     activation_checkpointing: bool = False
@@ -48,6 +37,7 @@ class TransformersEngineConfig(Section):
     """The embedded engine: in process, shares the trainer's weights."""
 
     is_default_type: ClassVar[bool] = True
+    """What a section without ``type`` is."""
     type: Literal["transformers"] = "transformers"
     max_batch_size: int = Field(64, ge=1)
     """Requests that decode together."""
@@ -60,6 +50,9 @@ class TransformersEngineConfig(Section):
     weights: Literal["shared", "copy"] = "shared"
     """``shared``: nothing is copied, and decoding waits from a batch's first optimizer step until its publish.
     ``copy``: the engine holds its own weights and keeps decoding during all of a batch's steps."""
+    packed_weights: bool | None = None
+    """Keep a second copy of the linear layers' weights, laid out for decoding (engines/packed.py). None: where that
+    helps, which is float32 on a CPU; true is refused elsewhere."""
     kv_policy: Literal["keep", "recompute"] = "keep"
     """What happens to the keys and values of running requests when weights change."""
     carry_kept_ids: bool = True
@@ -269,7 +262,7 @@ class AlgorithmConfig(Section):
     """A preset, and what deviates from it. None means: as the preset says."""
 
     preset: str = "grpo"
-    """A name of docs/algorithms.md (grpo, dr_grpo, dapo, rloo, reinforce++, gspo, cispo, ppo, ...), or an entry
+    """A name of docs/algorithms.md (grpo, dr_grpo, dapo, rloo, reinforce++, gspo, ppo, ppo_critic, ...), or an entry
     point's name."""
     advantage: (
         Literal[
@@ -282,12 +275,15 @@ class AlgorithmConfig(Section):
             "mean_normalised",
             "greedy_centred",
             "batch_whitened",
+            "gae",
+            "gae_whitened",
             "none",
         ]
         | None
     ) = None
     discount: float | None = Field(None, gt=0, le=1)
-    """Of later rewards in a token's return; advantages greedy_centred, batch_whitened and none alone."""
+    """Of later rewards in a token's return; advantages greedy_centred, batch_whitened and none alone (GAE discounts by
+    ``critic.gamma``)."""
     objective: (
         Literal["ppo", "ratio", "gmpo", "sapo", "reinforce", "cispo", "topr", "dppo_tv", "dppo_kl", "quadratic"] | None
     ) = None
@@ -328,23 +324,10 @@ class AlgorithmConfig(Section):
 # ----------------------------------------------------------------------------------------------- training
 
 
-class ScheduleConfig(Section):
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps from 0 to the full rate."""
-    final_fraction: float = Field(0.0, ge=0, le=1)
-    """Rate at the end of the run over the full rate; linear and cosine only."""
-
-
-class TrainerConfig(Section):
+class TrainerConfig(OptimizerSection):
     num_batches: int = Field(100, ge=1)
     """Rollout batches, hence published versions, of the run."""
     learning_rate: float = Field(1e-6, ge=0)
-    schedule: ScheduleConfig = ScheduleConfig()
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that a rollout batch is split into, for each epoch."""
     num_epochs: int = Field(1, ge=1)
@@ -491,6 +474,8 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig | None = None
+    """For algorithms whose advantages need values (PPO with GAE); absent: no critic."""
     parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -29,6 +29,7 @@ from headrace.daemon_thread import DaemonThread
 from headrace.engines.compute import Compute, Move, StepResult
 from headrace.engines.errors import EngineError, RequestError
 from headrace.engines.lane import Lane
+from headrace.engines.packed import can_pack, drop_packed, packed_view
 from headrace.engines.request import Running, check_request
 from headrace.errors import HeadraceError
 from headrace.protocols import EngineCapabilities, EngineStats, WeightUpdate
@@ -80,8 +81,9 @@ class TransformersEngine:
         self._vocab_size = vocab_size
         self._decode = decode
         self._max_context = _checked_context(model, config.max_context)
+        self._view = _packed_view(model, config.packed_weights)
         self._compute = Compute(
-            model,
+            self._view,
             vocab_size=vocab_size,
             max_prefill_tokens=config.max_prefill_tokens,
             prefix_cache_tokens=config.prefix_cache_tokens,
@@ -344,6 +346,7 @@ class TransformersEngine:
 
     def _receive(self, update: WeightUpdate) -> None:
         self._carrier.receive(update)
+        drop_packed(self._view)
         self._compute.drop_prefixes()
         # Set here, not by the waiter, who may have been cancelled: the driver cannot run before this call ends.
         self._lane.kv_is_stale = self._config.kv_policy == "recompute"
@@ -387,6 +390,17 @@ def _checked_context(model: Any, max_context: int | None) -> int:
                 f"{window}"
             )
     return limit
+
+
+def _packed_view(model: nn.Module, wanted: bool | None) -> nn.Module:
+    """What the engine runs: ``model`` itself, or a view of it with laid-out weights."""
+    possible = all(can_pack(parameter) for parameter in model.parameters())
+    if wanted and not possible:
+        raise EngineError(
+            "engine.packed_weights = true needs a float32 model on a CPU and a torch with oneDNN; leave the key out, "
+            "and the engine takes it where it can"
+        )
+    return packed_view(model) if possible and wanted is not False else model
 
 
 def _unwrapped(model: nn.Module) -> Any:

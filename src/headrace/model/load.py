@@ -19,14 +19,14 @@ import copy
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from headrace.config.schema import LoraConfig
+from headrace.config.base import LoraConfig
 from headrace.errors import HeadraceError
 from headrace.model.attention import ATTENTION_NAME
 from headrace.model.head import output_head
@@ -80,12 +80,18 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    path: str | Path, dtype: str = "float32", *, lora: LoraConfig | None = None, seed: int = 0
+    path: str | Path,
+    dtype: str = "float32",
+    *,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "cpu",
 ) -> LoadedModel:
     """Load a model for training and generation.
 
     ``path`` is a local folder or a hub id (HF_HUB_OFFLINE is respected). ``seed`` decides the adapter's random start.
-    Raises ModelError where the folder is not there or the model is of a kind that packed passes cannot compute.
+    ``device``: auto is the first GPU where there is one. Raises ModelError where the folder is not there, there is no
+    such device, or the model is of a kind that packed passes cannot compute.
     """
     location = resolve_path(path)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -98,6 +104,7 @@ def load_model(
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"no model could be loaded from {path}: {error}. {_HINT}") from error
+    model.to(_find_device(device))  # type: ignore[arg-type]
     return prepare_model(model, load_tokenizer(path), dtype, lora=lora, seed=seed, path=str(path))
 
 
@@ -132,6 +139,13 @@ def prepare_model(
         if p.requires_grad and p.dtype not in (torch.float32, torch.float64)
     }
     return LoadedModel(model=model, tokenizer=tokenizer, dtype=dtype, path=path, masters=masters, base=base)
+
+
+def _find_device(name: str) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ModelError('model.device is "cuda", but torch sees no GPU here; use "auto" or "cpu"')
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
 def resolve_path(path: str | Path) -> str:

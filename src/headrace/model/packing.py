@@ -30,6 +30,10 @@ IndexedSample = tuple[int, Sample]
 """A sample and its place in the caller's list."""
 
 
+BALANCE_STEPS = 64
+"""Micro-batches are balanced to this fraction of their largest length."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
     """One micro-batch as a single row of tokens, and where its N trained tokens come from."""
@@ -95,8 +99,26 @@ def input_length(sample: Sample) -> int:
 def split_microbatches(samples: Sequence[Sample], max_tokens: int, *, share_prompts: bool) -> list[list[IndexedSample]]:
     """Micro-batches of at most ``max_tokens`` packed tokens; an episode that is longer gets one of its own.
 
-    Samples without trained tokens are left out. The same samples in the same order give the same micro-batches.
+    As few as filling them in order needs, and of about equal length: a full one and a small rest would cost the same
+    time and more memory at the peak. Samples without trained tokens are left out. The same samples in the same order
+    give the same micro-batches.
     """
+    batches = _fill(samples, max_tokens, share_prompts)
+    if len(batches) < 2:
+        return batches
+    low, high = max_tokens // len(batches), max_tokens  # low: too small, or nearly
+    while high - low > max(1, max_tokens // BALANCE_STEPS):
+        middle = (low + high) // 2
+        tried = _fill(samples, middle, share_prompts)
+        if len(tried) > len(batches):
+            low = middle
+        else:
+            batches, high = tried, middle
+    return batches
+
+
+def _fill(samples: Sequence[Sample], max_tokens: int, share_prompts: bool) -> list[list[IndexedSample]]:
+    """Micro-batches filled one after another, a group's samples side by side."""
     groups: dict[object, dict[AttemptKey, list[IndexedSample]]] = {}
     group_of: dict[AttemptKey, object] = {}
     for index, sample in enumerate(samples):

@@ -103,7 +103,7 @@ def train_offline(
     torch.set_num_threads(config.trainer.num_threads or cores)
     keep_large_buffers()
     path = resolve_model_path(config.model.path)
-    loaded = load_model(path, config.model.dtype, lora=config.model.lora, seed=config.seed)
+    loaded = load_model(path, config.model.dtype, lora=config.model.lora, seed=config.seed, device=config.model.device)
     renderer = ChatRenderer(loaded.tokenizer, config.model.chat_template, generation_eos_ids(path))
     recipe = make(loaded, renderer)
     per_epoch = -(-len(recipe.examples) // config.trainer.batch_size)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
-from headrace.config.schema import Section
+from headrace.config.base import Section
 from headrace.daemon_thread import DaemonThread
 from headrace.errors import ConfigError
 from headrace.rewards.base import RewardBase, invalid

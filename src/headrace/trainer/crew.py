@@ -111,7 +111,9 @@ class LeadingTrainer:
         self._tell("set_lineage", lineage)
         self._own.set_lineage(lineage)
 
-    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"] = "policy") -> list[Tensor]:
+    def forward(
+        self, samples: Sequence[Sample], model: Literal["policy", "reference", "critic"] = "policy"
+    ) -> list[Tensor]:
         self._tell("forward", tuple(samples), model)
         return self._own.forward(samples, model)
 

@@ -106,8 +106,12 @@ class ParallelTrainer:
 
     # ------------------------------------------------------------------------------------------ passes
 
-    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"] = "policy") -> list[Tensor]:
+    def forward(
+        self, samples: Sequence[Sample], model: Literal["policy", "reference", "critic"] = "policy"
+    ) -> list[Tensor]:
         """Log-probabilities of all ``samples``, each float32 [T] on the CPU, 0 where the mask is 0. Collective."""
+        if model == "critic":
+            raise ValueError("a trainer of several processes has no critic")
         stage: PolicyStage | None = self._stage if model == "policy" else self._reference
         if stage is None:
             raise ValueError("this trainer was built without a reference model (with_reference=True)")

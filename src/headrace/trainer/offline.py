@@ -43,7 +43,7 @@ class OfflineTrainer:
         self._loaded = loaded
         self._config = config
         self._num_steps = num_steps
-        self._weights = TrainableWeights(loaded, config.optimizer())
+        self._weights = TrainableWeights(loaded, config)
         self.step = 0
         """Optimizer steps done."""
         if activation_checkpointing:

@@ -26,9 +26,10 @@ from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields, sampl
 from headrace.config.schema import TrainerConfig
 from headrace.model.head import output_head
 from headrace.model.load import LoadedModel
-from headrace.model.logprobs import token_logprobs
+from headrace.model.logprobs import hidden_states, score_hidden
 from headrace.model.packing import PackedRow, pack, split_microbatches
 from headrace.protocols import Algorithm, WeightUpdate, WholeMinibatchAlgorithm
+from headrace.trainer.critic import Critic
 from headrace.trainer.export import export_model
 from headrace.trainer.metrics import MinibatchMetrics
 from headrace.trainer.schedule import learning_rate
@@ -57,10 +58,12 @@ class PolicyTrainer:
         with_reference: bool = False,
         activation_checkpointing: bool = False,
         lineage: int = 0,
+        critic: Critic | None = None,
     ) -> None:
-        """``num_steps``: optimizer steps of the whole run, for the schedule. ``with_reference`` keeps the weights of
-        this moment for ``forward(..., "reference")``: a frozen copy, or with LoRA the base model, which costs nothing.
-        Build the trainer before restoring a checkpoint, so that the reference is the run's start."""
+        """``num_steps``: optimizer steps of the whole run (the critic's warm-up left out), for the schedule.
+        ``with_reference`` keeps the weights of this moment for ``forward(..., "reference")``: a frozen copy, or with
+        LoRA the base model, which costs nothing. Build the trainer before restoring a checkpoint, so that the
+        reference is the run's start."""
         self._loaded = loaded
         self._model = loaded.model
         self._config = config
@@ -71,8 +74,11 @@ class PolicyTrainer:
         self._step = 0
         self._num_steps_since_publish = 0
         self._last_logprobs: dict[str, Tensor] = {}
+        self._critic = critic
         if activation_checkpointing:
             checkpoint_activations(self._model)
+            if critic is not None and critic.backbone is not None:
+                checkpoint_activations(critic.backbone)
 
     @property
     def version(self) -> PolicyVersion:
@@ -87,6 +93,11 @@ class PolicyTrainer:
     def config(self) -> TrainerConfig:
         return self._config
 
+    @property
+    def policy_is_frozen(self) -> bool:
+        """True during the critic's warm-up: its first rollout batches leave the policy as it is."""
+        return self._critic is not None and self._version.number < self._critic.config.warmup_batches
+
     def set_lineage(self, lineage: int) -> None:
         """Open a new lineage after a resume; the version number stays."""
         self._version = PolicyVersion(lineage, self._version.number)
@@ -99,12 +110,18 @@ class PolicyTrainer:
     # ------------------------------------------------------------------------------------------ passes
 
     @torch.no_grad()
-    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"] = "policy") -> list[Tensor]:
-        """Log-probabilities of ``samples``, each float32 [T] on the CPU, 0 where the mask is 0.
+    def forward(
+        self, samples: Sequence[Sample], model: Literal["policy", "reference", "critic"] = "policy"
+    ) -> list[Tensor]:
+        """Log-probabilities of ``samples``, each float32 [T] on the CPU, 0 where the mask is 0; of the critic: values.
 
         By the same code and the same micro-batches as a gradient pass over the same samples.
         """
         scorer = self._model
+        if model == "critic":
+            if self._critic is None:
+                raise ValueError("this trainer was built without a critic (critic=...)")
+            return self._critic.forward(samples, self._rows, self._model)
         if model == "reference":
             if self._reference is None:
                 raise ValueError("this trainer was built without a reference model (with_reference=True)")
@@ -129,9 +146,17 @@ class PolicyTrainer:
         metrics = MinibatchMetrics()
         self._last_logprobs = {}
         num_trained = 0
-        for row in self._rows(kept.samples):
-            num_trained += len(row.target_N)
-            self._train_row(kept, row, algorithm, metrics)
+        try:
+            for row in self._rows(kept.samples):
+                num_trained += len(row.target_N)
+                self._train_row(kept, row, algorithm, metrics)
+            if self._critic is not None and not self._critic.is_shared:
+                self._critic.forward_backward(minibatch, self._rows, metrics)
+        except NonFiniteError:
+            self._weights.clear()
+            if self._critic is not None:
+                self._critic.clear()
+            raise
         return metrics.result() | {
             "num_trained_tokens": float(num_trained),
             "num_samples": float(len(minibatch.samples)),
@@ -150,20 +175,24 @@ class PolicyTrainer:
         return prepared
 
     def _train_row(self, minibatch: Minibatch, row: PackedRow, algorithm: Algorithm, metrics: MinibatchMetrics) -> None:
-        current_N, entropy_N = self._score(self._model, row)
-        fields = _fields(minibatch, row, entropy_N if algorithm.needs.entropy else None)
-        out: LossOutput = algorithm.loss(current_N, fields)
-        loss = out.per_token_N.sum() / out.denominator
+        with torch.set_grad_enabled(not self.policy_is_frozen):
+            hidden_UD = hidden_states(self._model, row)
+            current_N, entropy_N = self._score_hidden(self._model, hidden_UD, row)
+            fields = _fields(minibatch, row, entropy_N if algorithm.needs.entropy else None)
+            out: LossOutput = algorithm.loss(current_N, fields)
+            loss = out.per_token_N.sum() / out.denominator
         value = float(loss.detach())
         if not math.isfinite(value):
-            self._weights.clear()
             raise NonFiniteError(
                 f"the loss of optimizer step {self._step} is {value} in the micro-batch of samples "
                 f"{', '.join(s.id for s in row.samples[:4])}{' ...' if len(row.samples) > 4 else ''}. The gradient "
                 "was dropped and the weights are unchanged; look at these samples' rewards and log-probabilities"
             )
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+        total = loss
+        if self._critic is not None and self._critic.is_shared:
+            total = loss + self._critic.loss(hidden_UD, minibatch, row, metrics)
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
         current_N = current_N.detach()
         metrics.add(out.metrics, value)
         version = self._version if self._num_steps_since_publish == 0 else None
@@ -179,8 +208,11 @@ class PolicyTrainer:
             yield pack(items, share_prompts=share, dtype=weight.dtype, device=weight.device)
 
     def _score(self, model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor]:
+        return self._score_hidden(model, hidden_states(model, row), row)
+
+    def _score_hidden(self, model: PreTrainedModel, hidden_UD: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
         head = output_head(model, self._loaded.vocab_size)
-        return token_logprobs(model, head, row, max_logit_tokens=self._config.max_logit_tokens)
+        return score_hidden(hidden_UD, head, row, max_logit_tokens=self._config.max_logit_tokens)
 
     # ------------------------------------------------------------------------------------------- steps
 
@@ -188,13 +220,18 @@ class PolicyTrainer:
         """Clip the gathered gradient by its global norm, make one AdamW step, clear the gradient.
 
         Raises NonFiniteError, with the weights untouched, where the gradient is not finite. Where it is exactly 0
-        the weights stay as they are; step count and schedule advance all the same.
+        the weights stay as they are; step count and schedule advance all the same. A critic makes its own step first;
+        while it warms up, it alone does: then the policy's step count and schedule stand still.
         """
+        metrics = {} if self._critic is None else self._critic.optim_step()
+        if self.policy_is_frozen:
+            self._num_steps_since_publish += 1
+            return metrics
         rate = learning_rate(self._config.learning_rate, self._config.schedule, self._step, self._num_steps)
         norm, moved = self._weights.step(rate)
         self._step += 1
         self._num_steps_since_publish += 1
-        return {"grad_norm": norm, "learning_rate": rate, "num_empty_steps": 0.0 if moved else 1.0}
+        return metrics | {"grad_norm": norm, "learning_rate": rate, "num_empty_steps": 0.0 if moved else 1.0}
 
     def publish(self) -> WeightUpdate:
         """Count the version up by 1, after checking that all weights are finite (I13).
@@ -213,6 +250,8 @@ class PolicyTrainer:
         (safetensors), version, step and torch's random state (JSON). Nothing in it is ever unpickled."""
         path.mkdir(parents=True, exist_ok=True)
         self._weights.save(path)
+        if self._critic is not None:
+            self._critic.save(path)
         write_state(
             path,
             {
@@ -227,6 +266,8 @@ class PolicyTrainer:
         """Become, bit for bit, the trainer that saved ``path``. Raises CheckpointError where it does not fit."""
         state = read_state(path)
         self._weights.restore(path)
+        if self._critic is not None:
+            self._critic.restore(path)
         self._version = PolicyVersion(*state["version"])
         self._step = int(state["step"])
         self._num_steps_since_publish = int(state["num_steps_since_publish"])
@@ -323,6 +364,8 @@ def _select(minibatch: Minibatch, places: list[int]) -> Minibatch:
         proximal_logprobs=pick(minibatch.proximal_logprobs),
         reference_logprobs=pick(minibatch.reference_logprobs),
         selected=pick(minibatch.selected),
+        values=pick(minibatch.values),
+        value_targets=pick(minibatch.value_targets),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from headrace.config.schema import TrainerConfig
+from headrace.config.base import OptimizerSection
 from headrace.errors import HeadraceError
 from headrace.model.load import LoadedModel
 
@@ -38,10 +38,20 @@ class CheckpointError(HeadraceError):
     """A trainer checkpoint that does not fit this trainer."""
 
 
+class HasWeights(Protocol):
+    """A model and the float32 masters of those weights that are not float32 themselves, by parameter name."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    @property
+    def masters(self) -> dict[str, Tensor]: ...
+
+
 class TrainableWeights:
     """Masters, gradients and AdamW. ``masters`` maps parameter names to the tensors that the optimizer steps."""
 
-    def __init__(self, loaded: LoadedModel, config: TrainerConfig) -> None:
+    def __init__(self, loaded: HasWeights, config: OptimizerSection) -> None:
         self._parameters = trainable(loaded)
         self.masters = masters_of(loaded)
         for name, parameter in self._parameters.items():
@@ -85,6 +95,8 @@ class TrainableWeights:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        # torch's fused kernels write without raising version counters, by which others know that a weight has changed
+        torch.autograd.graph.increment_version(list(self.masters.values()))
         self.clear()
         round_into_model(self._parameters, self.masters)
         return norm, True
@@ -128,11 +140,11 @@ class TrainableWeights:
         self.clear()
 
 
-def trainable(loaded: LoadedModel) -> dict[str, Tensor]:
+def trainable(loaded: HasWeights) -> dict[str, Tensor]:
     return {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
 
 
-def masters_of(loaded: LoadedModel) -> dict[str, Tensor]:
+def masters_of(loaded: HasWeights) -> dict[str, Tensor]:
     """What the optimizer steps, by parameter name: the master copy where there is one, else the parameter itself."""
     return {name: loaded.masters.get(name, p) for name, p in trainable(loaded).items()}
 
