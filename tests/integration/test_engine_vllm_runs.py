@@ -70,7 +70,7 @@ def test_a_run_learns_and_every_sync_is_exact(
         assert all(0 < m["policy/logprob_gap_max"] < 1e-4 for m in metrics)
     rewards = [m["reward/mean"] for m in metrics]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05, rewards
-    assert "vLLM engine" in (tmp_path / "run" / "engine.log").read_text(errors="replace")
+    assert "LLM engine" in (tmp_path / "run" / "engine.log").read_text(errors="replace")
 
 
 def test_the_dry_run_shows_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
