@@ -337,7 +337,7 @@ class Loop:
             record.add(minibatch, metrics, parts.trainer.last_logprobs())
             if parts.shares_weights:
                 await self._pause_engine()
-            record.add_step(await parts.on_trainer(parts.trainer.optim_step, what=what, deadline_s=waits.optim_step_s))
+            record.add_step(await parts.optim_step(what))
         parts.record.ledger.train([e.key for e in batch.episodes if e.is_scored], batch.index + 1)
         for group in batch.groups:
             self.cursor.settle(group.id)

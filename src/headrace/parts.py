@@ -41,6 +41,8 @@ CLOSE_DEADLINE_S = 30.0
 """For an engine or a reward to let go of what it holds."""
 HEALTH_DEADLINE_S = 30.0
 """For an engine to say whether it lives."""
+NUM_MEMORY_REPORTS = 2
+"""After the first optimizer step, and after the first whose passes hold the optimizer's moments too."""
 
 
 @dataclass(kw_only=True)
@@ -99,6 +101,7 @@ class Parts:
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
     _evaluation: asyncio.Task[EvaluationResult] | None = field(default=None, init=False)
     _evaluations_are_given_up: bool = field(default=False, init=False)
+    _num_memory_reports: int = field(default=0, init=False)
 
     @property
     def with_baseline(self) -> bool:
@@ -124,6 +127,17 @@ class Parts:
         self.record.spans.add("trainer", what, started_s, self.clock())
         self.watchdog.progress(what)
         return result
+
+    async def optim_step(self, what: str) -> dict[str, float]:
+        """One optimizer step; the first that move weights are followed by what memory was needed."""
+        deadline_s = self.config.waits.optim_step_s
+        metrics = await self.on_trainer(self.trainer.optim_step, what=what, deadline_s=deadline_s)
+        if self._num_memory_reports < NUM_MEMORY_REPORTS and metrics.get("num_empty_steps") == 0.0:
+            uses = await self.on_trainer(self.trainer.memory, what=f"memory after {what}", deadline_s=deadline_s)
+            are_new = self._num_memory_reports == 0 and not self.restored
+            self.reporter.memory(uses, self.trainer.step, moments_are_new=are_new)
+            self._num_memory_reports += 1
+        return metrics
 
     # ------------------------------------------------------------- called on the trainer's thread
 

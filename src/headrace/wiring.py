@@ -33,6 +33,7 @@ from headrace.evaluation.gold import GoldCheck, recorded_evaluations
 from headrace.model.load import LoadedModel, load_model
 from headrace.model.memory import keep_large_buffers
 from headrace.model.parallel.check import ModelShape, check_layout
+from headrace.model.parallel.forecast import Pass, recomputed_layers
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.paths import resolve_model_path
 from headrace.model.renderer import ChatRenderer, generation_eos_ids
@@ -109,8 +110,10 @@ def check_before_work(config: RunConfig) -> Checked:
         ),
     )
     folder = Path(resolve_model_path(config.model.path)).expanduser()
-    if config.parallel.world_size > 1 and folder.is_dir():
-        check_layout(config.parallel, ModelShape.of_folder(folder))
+    if folder.is_dir() and (config.parallel.world_size > 1 or config.model.activation_budget_bytes is not None):
+        shape = ModelShape.of_folder(folder)
+        check_layout(config.parallel, shape)
+        recomputed_layers(config.parallel, shape, Pass.of(config))  # raises where the budget is too small
     if config.parallel.world_size > 1 and algorithm.needs.prepare:
         raise ConfigError(
             f"algorithm '{config.algorithm.preset}' chooses tokens or weights over a whole minibatch, which several "
@@ -296,6 +299,7 @@ def _trainer_options(checked: Checked) -> _TrainerOptions:
         "num_steps": (config.trainer.num_batches - num_frozen_batches) * num_steps_per_batch(config.trainer),
         "with_reference": checked.algorithm.needs.reference,
         "activation_checkpointing": config.model.activation_checkpointing,
+        "activation_budget_bytes": config.model.activation_budget_bytes,
     }
 
 
@@ -303,6 +307,7 @@ class _TrainerOptions(TypedDict):
     num_steps: int
     with_reference: bool
     activation_checkpointing: bool
+    activation_budget_bytes: int | None
 
 
 def _create_run(checked: Checked, policy: Policy) -> RunDirectory:

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from headrace.config.base import Section
 from headrace.config.critic import SharedCriticConfig
 from headrace.config.load import config_error
-from headrace.config.schema import ArithmeticTasks, DistillationConfig, FileTasks, RunConfig, SupervisedConfig
+from headrace.config.schema import (
+    ArithmeticTasks,
+    DistillationConfig,
+    FileTasks,
+    ModelConfig,
+    RunConfig,
+    SupervisedConfig,
+)
 from headrace.protocols import EngineCapabilities
 
 
@@ -47,7 +54,7 @@ def check_config(
     Raises:
         ConfigError: one sentence for each problem, naming the dotted key, its value and what to do.
     """
-    problems = [problem for check in _CHECKS for problem in check(config)]
+    problems = [*model_problems(config.model), *(problem for check in _CHECKS for problem in check(config))]
     if algorithm is None or algorithm.ratio_is_one:
         problems += _one_step(config)
     if algorithm is not None:
@@ -61,6 +68,16 @@ def check_config(
 def _set(section: Section, *names: str) -> Iterator[str]:
     """Those of ``names`` that the user set."""
     return (name for name in names if name in section.model_fields_set)
+
+
+def model_problems(model: ModelConfig) -> Iterator[str]:
+    """Of a section that runs of every kind have."""
+    if model.activation_checkpointing:
+        for name in _set(model, "activation_budget_bytes"):
+            yield (
+                f"model.{name} has no effect: model.activation_checkpointing = true recomputes every layer; remove one "
+                "of them"
+            )
 
 
 # --------------------------------------------------------------------------------------- rollout and engine
