@@ -150,6 +150,7 @@ class Loop:
                 for attempt in self._attempts.values():
                     attempt.cancel()
         await self._checkpoint()
+        await self.parts.settle_checkpoint(wait=True)
 
     def stop(self) -> None:
         """Ask the loop to end at the next safe point."""
@@ -182,6 +183,7 @@ class Loop:
         }
         self.parts.reporter.batch(batch, self.ended, metrics, self.parts.record.ledger, self.parts.trainer.step)
         self.ended = []
+        await self.parts.settle_checkpoint(wait=False)
         if checkpoint.every and self.batch_index % checkpoint.every == 0 and not is_last:
             await self._checkpoint()
 
@@ -388,6 +390,7 @@ class Loop:
 
     async def _checkpoint(self) -> None:
         """Write what was cut at this version's publish."""
+        await self.parts.settle_checkpoint(wait=True)  # one at a time
         ledger, update = self.parts.record.ledger, self.batch_index
         if ledger.committed_update == update:
             return  # this very version is safe already

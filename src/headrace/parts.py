@@ -14,6 +14,7 @@ from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
 from headrace.daemon_thread import DaemonThread
+from headrace.errors import HeadraceError
 from headrace.evaluation.gold import GoldCheck
 from headrace.evaluation.result import EvaluationResult
 from headrace.monitor.fanout import FanOut, SinkHealth
@@ -31,6 +32,7 @@ from headrace.reporting import Reporter
 from headrace.trainer.crew import LeadingTrainer
 from headrace.trainer.plan import plan_update
 from headrace.trainer.trainer import PolicyTrainer
+from headrace.trainer.weights import Write
 from headrace.types import RolloutBatch, Task
 from headrace.weights.canary import Canary
 from headrace.weights.checksums import named_parameters
@@ -71,6 +73,24 @@ class Record:
             raise errors[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """What it takes to write a checkpoint while the run goes on."""
+
+    thread: DaemonThread
+    snapshot: Callable[[], Write]
+    """Called on the trainer's thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writing:
+    """A checkpoint whose files are being written."""
+
+    number: int
+    call: asyncio.Future[None]
+    deadline_at_s: float
+
+
 @dataclass(kw_only=True)
 class Parts:
     """Everything a loop works with."""
@@ -96,12 +116,15 @@ class Parts:
     sinks: FanOut
     progress: Progress
     reporter: Reporter
+    overlap: Overlap | None = None
+    """None: the run waits for its checkpoints."""
     gold_check: GoldCheck | None = None
     restored: Mapping[str, Any] = field(default_factory=dict)
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
     _evaluation: asyncio.Task[EvaluationResult] | None = field(default=None, init=False)
     _evaluations_are_given_up: bool = field(default=False, init=False)
     _num_memory_reports: int = field(default=0, init=False)
+    _writing: _Writing | None = field(default=None, init=False)
 
     @property
     def with_baseline(self) -> bool:
@@ -163,10 +186,10 @@ class Parts:
             return update
         return WeightUpdate(version=update.version, tensors=named_parameters(self.model))
 
-    def save_checkpoint(self, number: int, state: dict[str, Any]) -> None:
-        """Trainer, state and episodes of this moment, complete or not at all (I12)."""
+    def save_checkpoint(self, number: int, write: Write, state: dict[str, Any]) -> None:
+        """Trainer, state and episodes of one moment, complete or not at all (I12). With an overlap on its thread."""
         with self.record.checkpoints.writing(number) as folder:
-            self.trainer.save(folder)
+            write(folder)
             self.record.checkpoints.write_state(folder, state)
 
     # --------------------------------------------------------------------------- called by the loop
@@ -178,17 +201,46 @@ class Parts:
         return {"batch_index": number, "cursor": cursor, "ledger": self.record.ledger_store.position}
 
     async def write_checkpoint(self, number: int, state: dict[str, Any]) -> None:
-        """Order: books say 'cut' (they do in memory already), files, completeness marker, books say 'checkpoint'."""
+        """Order: books say 'cut' (they do in memory already), files, completeness marker, books say 'checkpoint'. With
+        an overlap this returns once the trainer's state is copied, and :meth:`settle_checkpoint` does the rest."""
+        self.record.ledger_store.commit()
+        deadline_s, what = self.config.waits.checkpoint_s, f"checkpoint {number}"
+        if self.overlap is None:
+            write = self.trainer.save
+            await self.on_trainer(self.save_checkpoint, number, write, state, what=what, deadline_s=deadline_s)
+            await self._book_checkpoint(number)
+            return
+        copy = await self.on_trainer(self.overlap.snapshot, what=f"copy for {what}", deadline_s=deadline_s)
+        call = self.overlap.thread.call(self.save_checkpoint, number, copy, state)
+        self._writing = _Writing(number=number, call=call, deadline_at_s=self.clock() + deadline_s)
+
+    async def settle_checkpoint(self, *, wait: bool) -> None:
+        """Where a checkpoint was written meanwhile, the books say so now. Raises what went wrong, or DeadlineError.
+        ``wait``: also where it is not complete yet."""
+        writing = self._writing
+        if writing is None:
+            return
+        left_s = max(0.001, writing.deadline_at_s - self.clock())
+        if not wait and not writing.call.done() and left_s > 0.001:
+            return
+        self._writing = None  # whatever comes of it is told once
+        what = f"checkpoint {writing.number} (being written for {self.config.waits.checkpoint_s - left_s:.0f} s)"
+        await self.wait(writing.call, waiter="loop", on="checkpoint writer", what=what, deadline_s=left_s)
+        await self._book_checkpoint(writing.number)
+
+    async def _book_checkpoint(self, number: int) -> None:
+        """It is complete: books, and the episodes up to here."""
         record, deadline_s = self.record, self.config.waits.checkpoint_s
-        record.ledger_store.commit()
-        what = f"checkpoint {number}"
-        await self.on_trainer(self.save_checkpoint, number, state, what=what, deadline_s=deadline_s)
         oldest = record.checkpoints.oldest()
         record.ledger.checkpoint(number, None if oldest is None else oldest.step)
         record.ledger_store.commit()
         segments = record.episodes.rotate()
         what = "compacting episodes"
-        await self.on_trainer(record.episodes.compact, segments, what=what, deadline_s=deadline_s)
+        if self.overlap is None:
+            await self.on_trainer(record.episodes.compact, segments, what=what, deadline_s=deadline_s)
+            return
+        call = self.overlap.thread.call(record.episodes.compact, segments)
+        await self.wait(call, waiter="loop", on="checkpoint writer", what=what, deadline_s=deadline_s)
 
     async def engine_is_healthy(self) -> bool:
         """False also where the engine does not even answer that."""
@@ -237,6 +289,12 @@ class Parts:
                 await self.wait(call, waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
             except DeadlineError as error:
                 self.progress.note(str(error))
+        try:
+            await self.settle_checkpoint(wait=True)
+        except HeadraceError as error:
+            self.progress.note(str(error))
+        if self.overlap is not None:
+            self.overlap.thread.stop()
         self.trainer_thread.stop()
         if isinstance(self.trainer, LeadingTrainer):
             self.trainer.close()

@@ -275,8 +275,16 @@ class ScriptedTrainer:
         return WeightUpdate(version=self.version)
 
     def save(self, path: Path) -> None:
-        self._raise("save")
-        (path / "trainer.json").write_text(json.dumps({"version": list(self.version), "step": self.step}))
+        self.snapshot()(path)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        state = json.dumps({"version": list(self.version), "step": self.step})
+
+        def write(path: Path) -> None:
+            self._raise("save")
+            (path / "trainer.json").write_text(state)
+
+        return write
 
     def restore(self, path: Path) -> None:
         state = json.loads((path / "trainer.json").read_text())

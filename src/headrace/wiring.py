@@ -41,7 +41,7 @@ from headrace.monitor.fanout import build_sinks
 from headrace.monitor.health import HealthMonitor
 from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
-from headrace.parts import Parts, Record
+from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
 from headrace.protocols import Algorithm, Clock, Renderer, Reward, TaskSource
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
@@ -426,8 +426,15 @@ def _connect(
         sinks=sinks,
         progress=progress,
         reporter=reporter,
+        overlap=_overlap(config, trainer),
         restored=checkpoint.state() if checkpoint is not None else {},
     )
+
+
+def _overlap(config: RunConfig, trainer: PolicyTrainer | LeadingTrainer) -> Overlap | None:
+    if not config.checkpoint.overlap or isinstance(trainer, LeadingTrainer):
+        return None
+    return Overlap(thread=DaemonThread("headrace-checkpoint"), snapshot=trainer.snapshot)
 
 
 def _watchdog(config: RunConfig, clock: Clock) -> Watchdog:

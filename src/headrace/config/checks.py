@@ -303,6 +303,11 @@ def _parallel(config: RunConfig) -> Iterator[str]:
             f"[critic] with {parallel.world_size} processes: a critic trains in one process only so far; set all axes "
             "of [parallel] to 1, or choose an algorithm without critic"
         )
+    if config.checkpoint.overlap:
+        yield (
+            f"checkpoint.overlap with {parallel.world_size} processes: these write their checkpoints together, while "
+            "training waits; remove it, or set all axes of [parallel] to 1"
+        )
     if config.model.device == "cuda":
         yield (
             f'model.device = "cuda" with {parallel.world_size} processes: several processes compute on the CPU only so '
@@ -321,6 +326,14 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
                 f"evaluation.{name} has no effect: evaluation is off; set evaluation.every, evaluation.at_start or "
                 "evaluation.at_end"
             )
+
+
+def _checkpoint(config: RunConfig) -> Iterator[str]:
+    if config.checkpoint.overlap and not config.checkpoint.every:
+        yield (
+            "checkpoint.overlap has no effect: checkpoint.every is 0, and nothing goes on beside the last checkpoint; "
+            "set checkpoint.every or remove it"
+        )
 
 
 def _gold(config: RunConfig) -> Iterator[str]:
@@ -352,6 +365,7 @@ _CHECKS = (
     _critic,
     _streams,
     _evaluation,
+    _checkpoint,
     _gold,
     _monitor,
     _parallel,

@@ -347,6 +347,8 @@ class CheckpointConfig(Section):
     """Rollout batches between checkpoints; 0: only at the end and on Ctrl-C."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints kept on disk; the older ones are removed."""
+    overlap: bool = False
+    """Copy weights and optimizer state into host memory, and write them while the run goes on. One process only."""
 
 
 class GuardsConfig(Section):

@@ -103,7 +103,7 @@ class OfflineTrainer:
 
     def save(self, path: Path) -> None:
         """Weights, optimizer and step; nothing in it is ever unpickled."""
-        self._weights.save(path)
+        self._weights.writer(copied=False)(path)
         write_state(path, {"step": self.step})
 
     def restore(self, path: Path) -> None:

@@ -33,7 +33,7 @@ from headrace.trainer.memory import MemoryGauge, MemoryUse
 from headrace.trainer.metrics import MinibatchMetrics
 from headrace.trainer.recompute import recompute_activations
 from headrace.trainer.schedule import learning_rate
-from headrace.trainer.weights import NonFiniteError, TrainableWeights, read_state, write_state
+from headrace.trainer.weights import NonFiniteError, TrainableWeights, Write, read_state, write_state
 from headrace.types import PolicyVersion, Sample
 
 
@@ -262,19 +262,31 @@ class PolicyTrainer:
     def save(self, path: Path) -> None:
         """Write everything that a restored trainer needs into the folder ``path``: weights and optimizer moments
         (safetensors), version, step and torch's random state (JSON). Nothing in it is ever unpickled."""
-        path.mkdir(parents=True, exist_ok=True)
-        self._weights.save(path)
+        self._writer(copied=False)(path)
+
+    def snapshot(self) -> Write:
+        """What :meth:`save` would write now, copied into host memory: call it with the folder, at any time and on any
+        thread, while this trainer goes on."""
+        return self._writer(copied=True)
+
+    def _writer(self, *, copied: bool) -> Write:
+        parts = [self._weights.writer(copied=copied)]
         if self._critic is not None:
-            self._critic.save(path)
-        write_state(
-            path,
-            {
-                "version": list(self._version),
-                "step": self._step,
-                "num_steps_since_publish": self._num_steps_since_publish,
-                "torch_random_state": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
-            },
-        )
+            parts.append(self._critic.writer(copied=copied))
+        state = {
+            "version": list(self._version),
+            "step": self._step,
+            "num_steps_since_publish": self._num_steps_since_publish,
+            "torch_random_state": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
+        }
+
+        def write(path: Path) -> None:
+            path.mkdir(parents=True, exist_ok=True)
+            for part in parts:
+                part(path)
+            write_state(path, state)
+
+        return write
 
     def restore(self, path: Path) -> None:
         """Become, bit for bit, the trainer that saved ``path``; of several processes' checkpoint, weights and optimizer
