@@ -212,6 +212,7 @@ def check_trainer(args: argparse.Namespace) -> dict[str, Any]:
         scale=args.scale,
         peak_size=8192 if args.device == "cuda" else 256,
         profile=False,
+        float64=False,
     )
     measured = trainer_benchmark.run(options)
     return measured | {"passed": measured["same_gradients"]}

@@ -2,14 +2,18 @@
 
     python benchmarks/trainer.py --model MODEL_FOLDER --threads 1 --out trainer.json
 
-Every path computes the same loss and gradient (the largest difference from the plain path, norm(a - b) / norm(b) of a
-tensor, is reported); no optimizer step is made.
+Every path computes the same loss and gradient; no optimizer step is made.
 
 * ``plain``: what a trainer over transformers does: right-padded rows with an attention mask, sdpa attention, logits of
   the reply's positions only (``logits_to_keep``), log_softmax, gather, backward.
 * ``packed``: headrace without padding and without sharing prompts; log-probabilities in chunks.
 * ``shared``: packed, a group's prompt once. ``recomputed``: shared, with activation checkpointing.
 * ``whole_logits``: shared, all logits at once instead of in chunks of 256 predictors.
+
+How equal the gradients are is reported three times, each as the largest norm(a - b) / norm(b) of a tensor:
+``gradient_difference`` from the plain path, ``sharing_difference`` from ``packed``, which differs from ``shared`` by
+nothing but the sharing, and ``float64_difference`` from the plain path of the same model in float64, which says how far
+each of them, the plain one too, is from the truth (float32 only; ``--no-float64`` leaves it out).
 
 Scenarios: ``group`` is 8 replies of 32 tokens to one prompt of 256; ``ragged`` is 16 prompts of their own whose replies
 are long-tailed; ``long`` is 8 sequences of 512 tokens that are trained on all but their first token. tokens/s counts
@@ -40,9 +44,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headrace.algorithms.fields import Minibatch, Totals
 from headrace.config.schema import TrainerConfig
 from headrace.model.attention import ATTENTION_NAME
-from headrace.model.load import LoadedModel, load_model
+from headrace.model.load import LoadedModel, load_model, prepare_model
 from headrace.model.packing import PackedRow
-from headrace.testing import Reinforce, make_sample
+from headrace.testing import Reinforce, compute_in_float64, make_sample
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import Sample
 
@@ -50,6 +54,8 @@ PEAK_SIZE = 2048
 TARGETS = {"group": ("shared", "ratio", 2.0), "long": ("packed", "share_of_peak", 0.6)}
 MATCHES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Largest relative difference of a gradient tensor from the plain path's; both sum in other orders."""
+SHARING_TARGET = 1e-5
+"""Largest relative difference of a gradient tensor that sharing a prompt may make, in float32."""
 
 
 # -------------------------------------------------------------------------------------------- scenarios
@@ -94,7 +100,8 @@ def plain_pass(loaded: LoadedModel, samples: Sequence[Sample], minibatch: Miniba
     first = min(s.mask.index(1) for s in samples)
     kept = width - first  # the trained positions, and the one before them; the last position predicts nothing
     logits = model(input_ids=ids, attention_mask=attention, logits_to_keep=kept + 1, use_cache=False).logits[:, :-1]
-    logprobs = logits.float().log_softmax(-1).gather(2, ids[:, first:, None])[:, :, 0]
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logprobs = logits.to(wide).log_softmax(-1).gather(2, ids[:, first:, None])[:, :, 0]
     (-(logprobs * advantages[:, first:]).sum() / minibatch.totals.num_tokens).backward()
 
 
@@ -166,6 +173,21 @@ def clear(loaded: LoadedModel) -> None:
 def gradients(loaded: LoadedModel) -> dict[str, Tensor]:
     named = {**dict(loaded.model.named_parameters()), **loaded.masters}
     return {name: p.grad.detach().float() for name, p in named.items() if p.grad is not None}
+
+
+def float64_gradients(path: str, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Of the plain path, in a model of its own."""
+    loaded = load_model(path)
+    compute_in_float64(loaded.model)
+    loaded = prepare_model(loaded.model, loaded.tokenizer, "float64")
+    with attention_of(loaded, "sdpa"):
+        plain_pass(loaded, samples, minibatch_of(samples)[0])
+    return {name: p.grad for name, p in loaded.model.named_parameters() if p.grad is not None}
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest norm(a - b) / norm(b) of a tensor."""
+    return max(float((found[k].to(g) - g).norm() / g.norm()) for k, g in expected.items() if float(g.norm()) > 0)
 
 
 # -------------------------------------------------------------------------------------------- measuring
@@ -241,20 +263,25 @@ def measure(
     repeats: int,
     peak_size: int,
     chosen: Sequence[str],
+    truth: dict[str, Tensor] | None,
 ) -> dict[str, Any]:
-    """One scenario: parity and memory of each path once, then times in alternation."""
+    """One scenario: parity and memory of each path once, then times in alternation. ``truth``: float64 gradients."""
     weight = next(loaded.model.parameters())
     paths = {name: path for name, path in build_paths(loaded, trainer, samples).items() if name in chosen}
     needed = {name: flops(loaded, rows) for name, (_, rows) in paths.items()}
     out: dict[str, dict[str, Any]] = {}
-    reference: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    packed: dict[str, Tensor] = {}
     for name, (run, _) in paths.items():
         clear(loaded)
         grown = peak_growth_bytes(run, weight.device)
         found = gradients(loaded)
-        reference = reference or found
-        worst = max(float((found[k] - g).norm() / g.norm()) for k, g in reference.items() if float(g.norm()) > 0)
-        out[name] = {"gradient_difference": worst, "peak_growth_bytes": grown}
+        plain, packed = plain or found, found if name == "packed" else packed
+        out[name] = {"gradient_difference": difference(found, plain), "peak_growth_bytes": grown}
+        if packed:
+            out[name]["sharing_difference"] = difference(found, packed)
+        if truth is not None:
+            out[name]["float64_difference"] = difference(found, truth)
     times: dict[str, list[float]] = {name: [] for name in paths}
     peaks: list[float] = []
     for _ in range(repeats):
@@ -309,7 +336,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name, samples in scenarios(loaded.vocab_size, args.scale).items():
         if name not in args.scenarios:
             continue
-        measured = measure(loaded, trainer, samples, clock, args.repeats, args.peak_size, ["plain", *args.paths])
+        truth = float64_gradients(args.model, samples) if args.float64 and args.dtype == "float32" else None
+        chosen = ["plain", *args.paths]
+        measured = measure(loaded, trainer, samples, clock, args.repeats, args.peak_size, chosen, truth)
+        del truth
         if args.profile:
             measured["profile"] = profile(loaded, trainer, samples, args.paths[0])
         result["scenarios"][name] = measured
@@ -325,6 +355,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name, (path, key, target) in TARGETS.items()
         if name in result["scenarios"] and path in args.paths
     }
+    shared = [s["paths"]["shared"] for s in result["scenarios"].values() if "shared" in s["paths"]]
+    sharing = [path["sharing_difference"] for path in shared if "sharing_difference" in path]
+    if sharing and args.dtype == "float32":
+        met = max(sharing) <= SHARING_TARGET
+        result["targets"]["sharing"] = {"target": SHARING_TARGET, "measured": max(sharing), "met": met}
     differences = [p["gradient_difference"] for s in result["scenarios"].values() for p in s["paths"].values()]
     result["same_gradients"] = max(differences) <= MATCHES[next(loaded.model.parameters()).dtype]
     return result
@@ -342,6 +377,7 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1, help="divide all lengths (for tests)")
     parser.add_argument("--peak-size", type=int, default=PEAK_SIZE)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-float64", dest="float64", action="store_false", help="no comparison with float64")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     text = json.dumps(run(args))

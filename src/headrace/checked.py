@@ -21,6 +21,7 @@ from headrace.errors import ConfigError
 from headrace.model.load import LoadedModel, load_model
 from headrace.model.memory import keep_large_buffers
 from headrace.model.parallel.check import ModelShape, check_layout
+from headrace.model.parallel.forecast import Pass, recomputed_layers
 from headrace.model.paths import resolve_model_path
 from headrace.model.renderer import ChatRenderer, generation_eos_ids
 from headrace.protocols import Algorithm, Reward
@@ -74,8 +75,10 @@ def check_before_work(config: RunConfig) -> Checked:
     if isinstance(config.engine, VllmEngineConfig):
         find_python(config.engine.python)
     folder = Path(resolve_model_path(config.model.path)).expanduser()
-    if config.parallel.world_size > 1 and folder.is_dir():
-        check_layout(config.parallel, ModelShape.of_folder(folder))
+    if folder.is_dir() and (config.parallel.world_size > 1 or config.model.activation_budget_bytes is not None):
+        shape = ModelShape.of_folder(folder)
+        check_layout(config.parallel, shape)
+        recomputed_layers(config.parallel, shape, Pass.of(config))  # raises where the budget is too small
     if config.parallel.world_size > 1 and algorithm.needs.prepare:
         raise ConfigError(
             f"algorithm '{config.algorithm.preset}' chooses tokens or weights over a whole minibatch, which several "

@@ -150,6 +150,7 @@ class Loop:
                 for attempt in self._attempts.values():
                     attempt.cancel()
         await self._checkpoint()
+        await self.parts.settle_checkpoint(wait=True)
 
     def stop(self) -> None:
         """Ask the loop to end at the next safe point."""
@@ -182,6 +183,7 @@ class Loop:
         }
         self.parts.reporter.batch(batch, self.ended, metrics, self.parts.record.ledger, self.parts.trainer.step)
         self.ended = []
+        await self.parts.settle_checkpoint(wait=False)
         if checkpoint.every and self.batch_index % checkpoint.every == 0 and not is_last:
             await self._checkpoint()
 
@@ -337,7 +339,7 @@ class Loop:
             record.add(minibatch, metrics, parts.trainer.last_logprobs())
             if parts.shares_weights:
                 await self._pause_engine()
-            record.add_step(await parts.on_trainer(parts.trainer.optim_step, what=what, deadline_s=waits.optim_step_s))
+            record.add_step(await parts.optim_step(what))
         parts.record.ledger.train([e.key for e in batch.episodes if e.is_scored], batch.index + 1)
         for group in batch.groups:
             self.cursor.settle(group.id)
@@ -388,6 +390,7 @@ class Loop:
 
     async def _checkpoint(self) -> None:
         """Write what was cut at this version's publish."""
+        await self.parts.settle_checkpoint(wait=True)  # one at a time
         ledger, update = self.parts.record.ledger, self.batch_index
         if ledger.committed_update == update:
             return  # this very version is safe already

@@ -26,6 +26,7 @@ from headrace.protocols import Engine, EngineStats, Reward
 from headrace.record.episodes import EpisodeWriter, episode_record
 from headrace.record.metrics import MetricsWriter, read_metrics
 from headrace.record.spans import SpanWriter
+from headrace.trainer.memory import MemoryUse, memory_metrics, memory_text
 from headrace.types import AttemptKey, Episode, RolloutBatch, Sample, ScoreError
 
 _TRAIN = frozenset({"loss", "grad_norm", "learning_rate", "num_skipped_samples", "num_empty_steps", "num_samples"})
@@ -133,6 +134,8 @@ class Reporter:
         self._engine = engine
         self._reward = reward
         self._last_stats = engine.stats()
+        self._memory: dict[str, Any] = {}
+        """Goes into the next line."""
 
     def remember(self, run_path: Path, up_to_update: int) -> None:
         """Feed the health checks what a resumed run had recorded, so that their references reach back."""
@@ -175,6 +178,11 @@ class Reporter:
                 )
             )
 
+    def memory(self, uses: Sequence[MemoryUse], step: int, *, moments_are_new: bool) -> None:
+        """Tell what the processes have needed at their peaks: see ``memory_text``."""
+        self._progress.note(memory_text(uses, step, moments_are_new=moments_are_new))
+        self._memory = memory_metrics(uses)
+
     def batch(
         self,
         batch: RolloutBatch,
@@ -190,6 +198,8 @@ class Reporter:
         metrics |= batch_metrics(batch, attempted=attempted, success_threshold=self._reward.value_range[1])
         metrics |= extra
         metrics |= self._rates(extra)
+        metrics |= self._memory
+        self._memory = {}
         metrics |= {f"ledger/{name}": float(count) for name, count in ledger.summary().items()}
         alarms = self._health.update({**metrics, "step": update})
         metrics["health/alarms"] = [str(alarm) for alarm in alarms]

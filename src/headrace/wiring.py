@@ -35,7 +35,7 @@ from headrace.monitor.fanout import build_sinks
 from headrace.monitor.health import HealthMonitor
 from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
-from headrace.parts import Parts, Record
+from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
 from headrace.protocols import Clock, Engine, Reward, WeightUpdate
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
@@ -210,6 +210,7 @@ def _trainer_options(checked: Checked) -> _TrainerOptions:
         "num_steps": (config.trainer.num_batches - num_frozen_batches) * num_steps_per_batch(config.trainer),
         "with_reference": checked.algorithm.needs.reference,
         "activation_checkpointing": config.model.activation_checkpointing,
+        "activation_budget_bytes": config.model.activation_budget_bytes,
     }
 
 
@@ -217,6 +218,7 @@ class _TrainerOptions(TypedDict):
     num_steps: int
     with_reference: bool
     activation_checkpointing: bool
+    activation_budget_bytes: int | None
 
 
 def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
@@ -340,6 +342,7 @@ def _connect(
         sinks=sinks,
         progress=progress,
         reporter=reporter,
+        overlap=_overlap(config, trainer),
         restored=checkpoint.state() if checkpoint is not None else {},
     )
 
@@ -349,6 +352,12 @@ def _canary_prompt(checked: Checked, policy: Policy) -> Sequence[int]:
     num_tokens = NUM_CANARY_PROMPT_TOKENS[checked.config.engine.type]
     prompt = policy.renderer.render(checked.splits.train[0].messages)
     return (prompt * num_tokens)[:num_tokens]
+
+
+def _overlap(config: RunConfig, trainer: PolicyTrainer | LeadingTrainer) -> Overlap | None:
+    if not config.checkpoint.overlap or isinstance(trainer, LeadingTrainer):
+        return None
+    return Overlap(thread=DaemonThread("headrace-checkpoint"), snapshot=trainer.snapshot)
 
 
 def _watchdog(config: RunConfig, clock: Clock) -> Watchdog:

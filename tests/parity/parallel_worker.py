@@ -28,7 +28,8 @@ from headrace.algorithms.fields import LossOutput, Minibatch, Totals
 from headrace.child_process import how_it_ended
 from headrace.config.schema import ParallelConfig, TrainerConfig
 from headrace.model.load import LoadedModel, prepare_model
-from headrace.model.parallel.check import ParallelError
+from headrace.model.parallel.check import ModelShape, ParallelError
+from headrace.model.parallel.forecast import Pass, forecast
 from headrace.model.parallel.mesh import ParallelMesh, join_processes
 from headrace.model.parallel.state import like
 from headrace.protocols import AlgorithmNeeds
@@ -38,6 +39,7 @@ from headrace.trainer.trainer import PolicyTrainer
 from headrace.trainer.weights import NonFiniteError
 from headrace.types import Sample
 
+Tensors = dict[str, torch.Tensor]
 DEADLINE_S = 60.0
 VOCAB = 64
 TOKENIZER = tiny_tokenizer("".join(chr(c) for c in range(ord("A"), ord("A") + VOCAB - 9)))
@@ -251,7 +253,8 @@ def faults(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
-    """Saved in one layout, restored in others: weights, moments and the next step are those of one process."""
+    """Saved in one layout, restored in others and in one process, and the other way round: weights, moments and the
+    next step are those of one process."""
     samples = make_samples()
     algorithm = algorithm_of(samples)
     minibatch = minibatch_of(samples, algorithm)
@@ -261,8 +264,12 @@ def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
             trainer.forward_backward(minibatch, algorithm)
             trainer.optim_step()
     saver.publish()
-    folder = Path(job["folder"])
+    folder, folder_of_one = Path(job["folder"]), Path(job["folder"] + " of one")
     saver.save(folder)
+    alone.publish()
+    if dist.get_rank() == 0:
+        alone.save(folder_of_one)
+    dist.barrier()
     moments = {
         field: {n: alone._weights.optimizer.state[m][field].clone() for n, m in alone._weights.masters.items()}
         for field in ("exp_avg", "exp_avg_sq")
@@ -270,11 +277,13 @@ def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     weights = {n: p.detach().clone() for n, p in alone._model.named_parameters()}
     alone.forward_backward(minibatch, algorithm)
     alone.optim_step()
-    results: dict[str, Any] = {}
-    for name, layout in job["restore"].items():
+    results: dict[str, Any] = {"one process": restored_alone(folder, job, weights, moments, alone)}
+    saved = {name: (layout, folder) for name, layout in job["restore"].items()}
+    saved["from one process"] = (job["layout"], folder_of_one)
+    for name, (layout, path) in saved.items():
         other = ParallelMesh.create(ParallelConfig(**layout))
         trainer = many_processes({**job, "seed": 1}, other)
-        trainer.restore(folder)
+        trainer.restore(path)
         assert trainer.version.number == 1 and trainer.step == 2
         parameters = trainer._weights.parameters
         found = {"weights": worst(dict(parameters), weights)}
@@ -292,13 +301,39 @@ def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
+def restored_alone(
+    folder: Path, job: dict[str, Any], weights: Tensors, moments: dict[str, Tensors], next_step: PolicyTrainer
+) -> dict[str, float]:
+    """The checkpoint of several processes in one; ``next_step`` has made the step that this one makes now."""
+    samples = make_samples()
+    algorithm = algorithm_of(samples)
+    trainer = one_process({**job, "seed": 1})
+    trainer.restore(folder)
+    assert trainer.version.number == 1 and trainer.step == 2
+    found = {"weights": worst(dict(trainer._model.named_parameters()), weights)}
+    states = {name: trainer._weights.optimizer.state[master] for name, master in trainer._weights.masters.items()}
+    assert all(float(state["step"]) == 2 for state in states.values())
+    for field, expected in moments.items():
+        found[field] = worst({name: state[field] for name, state in states.items()}, expected)
+    trainer.forward_backward(minibatch_of(samples, algorithm), algorithm)
+    trainer.optim_step()
+    return found | {
+        "next_step": worst(dict(trainer._model.named_parameters()), dict(next_step._model.named_parameters()))
+    }
+
+
 def extras(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     """The frozen reference, recomputed activations, and bfloat16 over float32 masters, against one process."""
     samples = make_samples()
     algorithm = algorithm_of(samples)
     minibatch = minibatch_of(samples, algorithm)
     alone = PolicyTrainer(load(job), trainer_config(job), num_steps=10, with_reference=True)
-    together = many_processes(job, mesh, with_reference=True, activation_checkpointing=True)
+    recompute = (
+        {"activation_budget_bytes": budget(mesh, job)} if job["by_budget"] else {"activation_checkpointing": True}
+    )
+    together = many_processes(job, mesh, with_reference=True, **recompute)
+    layers = together._stage.model.model.layers
+    assert [getattr(layer, "gradient_checkpointing", False) for layer in layers].count(True) == job["recomputed"]
     start = alone.forward(samples)
     expected = alone.forward_backward(minibatch, algorithm)
     found = together.forward_backward(minibatch, algorithm)
@@ -312,6 +347,14 @@ def extras(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     pairs = zip(together.forward(samples), start, strict=True)
     results["moved"] = max(float((a - b).abs().max()) for a, b in pairs)
     return results
+
+
+def budget(mesh: ParallelMesh, job: dict[str, Any]) -> int:
+    """The largest that makes something to be recomputed."""
+    config = trainer_config(job)
+    shape = ModelShape.of(load(job).model.config.to_dict())
+    work = Pass(num_tokens=config.max_microbatch_tokens, max_logit_tokens=config.max_logit_tokens, dtype=job["dtype"])
+    return forecast(mesh.config, shape, work)[mesh.rank("pp")].activations_bytes - 1
 
 
 CHECKS = {f.__name__: f for f in (parity, publish, uneven, faults, checkpoint, extras)}

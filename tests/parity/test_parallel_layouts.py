@@ -168,7 +168,10 @@ CHECKPOINTS: dict[str, Job] = {
 }
 
 
-EXTRAS = {"dp_shard x tp": {"dp_shard": 2, "tp": 2}, "pp x cp": {"pp": 2, "cp": 2}}
+EXTRAS: dict[str, Job] = {
+    "dp_shard x tp": {"layout": {"dp_shard": 2, "tp": 2}, "by_budget": True, "recomputed": 1},
+    "pp x cp": {"layout": {"pp": 2, "cp": 2}, "by_budget": False, "recomputed": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +198,9 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "layout": {"dp_shard": 2, "tp": 2, "offload_optimizer": True},
         },
     }
-    for name, layout in EXTRAS.items():
+    for name, job in EXTRAS.items():
         for dtype in ("float64", "bfloat16"):
-            job = {"check": "extras", "model": "llama-tied", "dtype": dtype, "layout": layout}
-            jobs[f"extras, {name}, {dtype}"] = job
+            jobs[f"extras, {name}, {dtype}"] = {"check": "extras", "model": "llama-tied", "dtype": dtype, **job}
     jobs |= {
         f"checkpoint, {n}": {"check": "checkpoint", "folder": str(folder / n), **j} for n, j in CHECKPOINTS.items()
     }
@@ -244,7 +246,10 @@ def test_reference_recomputing_and_bfloat16(name: str, dtype: str, others: dict[
     assert found["reference"] <= of_logprobs < found["moved"]
 
 
-@pytest.mark.parametrize(("saved", "restored"), [(n, r) for n, job in CHECKPOINTS.items() for r in job["restore"]])
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [(n, r) for n, job in CHECKPOINTS.items() for r in (*job["restore"], "one process", "from one process")],
+)
 def test_a_checkpoint_resumes_in_another_layout(saved: str, restored: str, others: dict[str, Any]) -> None:
     """Weights, both moments and the next step are those of one process that never stopped."""
     found = others[f"checkpoint, {saved}"][restored]

@@ -217,6 +217,7 @@ def test_resume_refuses_to_become_another_run(run_toml: Path, tmp_path: Path) ->
     record_run(run_dir, load_config(run_toml))
     with pytest.raises(ConfigError, match=r"--trainer\.learning_rate cannot change when a run goes on"):
         recorded_config(run_dir, [("trainer.learning_rate", "1")])
+    assert recorded_config(run_dir, [("parallel.tp", "2")]).parallel.tp == 2, "the layout is not what makes a run"
 
 
 def test_resume_asks_for_secrets_that_the_record_does_not_hold(run_toml: Path, tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ WITHOUT_EFFECT_OR_CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"evaluation": {"deadline_s": 5}}, "evaluation.deadline_s has no effect"),
     ({"monitor": {"sink_options": {"wandb": {}}}}, "monitor.sink_options.wandb has no effect"),
     ({"monitor": {"sinks": ["wandb", "wandb"]}}, 'monitor.sinks lists "wandb" twice'),
+    ({"checkpoint": {"overlap": True, "every": 0}}, "checkpoint.overlap has no effect: checkpoint.every is 0"),
+    ({"checkpoint": {"overlap": True}, "parallel": {"tp": 2}}, "checkpoint.overlap with 2 processes"),
     ({"name": ".."}, 'name = ".." would put the run outside'),
 ]
 

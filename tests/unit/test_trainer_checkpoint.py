@@ -68,6 +68,22 @@ def test_restored_run_equals_the_uninterrupted_one_bit_for_bit(kind: str, tmp_pa
         assert all(torch.equal(old[field], new[field]) for field in old)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_is_of_its_moment_whenever_it_is_written(kind: str, tmp_path: Path) -> None:
+    """I11: what is written while the run goes on is, byte for byte, what would have been written at once."""
+    trainer = PolicyTrainer(load(kind), CONFIG, num_steps=8)
+    train(trainer, 2)
+    trainer.save(tmp_path / "at once")
+    write = trainer.snapshot()
+    train(trainer, 2)
+    torch.rand(3)
+    write(tmp_path / "later")
+    files = sorted(f.name for f in (tmp_path / "at once").iterdir())
+    assert files == sorted(f.name for f in (tmp_path / "later").iterdir()) and len(files) == 3
+    for name in files:
+        assert (tmp_path / "at once" / name).read_bytes() == (tmp_path / "later" / name).read_bytes()
+
+
 def test_checkpoint_before_the_first_step(tmp_path: Path) -> None:
     """The optimizer has no state yet; the restored trainer still makes the same first step."""
     first, second = (PolicyTrainer(load("float32"), CONFIG, num_steps=8) for _ in range(2))

@@ -17,7 +17,14 @@ from headrace.config.base import Section
 from headrace.config.critic import SharedCriticConfig
 from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import config_error
-from headrace.config.schema import ArithmeticTasks, DistillationConfig, FileTasks, RunConfig, SupervisedConfig
+from headrace.config.schema import (
+    ArithmeticTasks,
+    DistillationConfig,
+    FileTasks,
+    ModelConfig,
+    RunConfig,
+    SupervisedConfig,
+)
 from headrace.protocols import EngineCapabilities
 
 
@@ -48,7 +55,7 @@ def check_config(
     Raises:
         ConfigError: one sentence for each problem, naming the dotted key, its value and what to do.
     """
-    problems = [problem for check in _CHECKS for problem in check(config)]
+    problems = [*model_problems(config.model), *(problem for check in _CHECKS for problem in check(config))]
     if algorithm is None or algorithm.ratio_is_one:
         problems += _one_step(config)
     if algorithm is not None:
@@ -62,6 +69,16 @@ def check_config(
 def _set(section: Section, *names: str) -> Iterator[str]:
     """Those of ``names`` that the user set."""
     return (name for name in names if name in section.model_fields_set)
+
+
+def model_problems(model: ModelConfig) -> Iterator[str]:
+    """Of a section that runs of every kind have."""
+    if model.activation_checkpointing:
+        for name in _set(model, "activation_budget_bytes"):
+            yield (
+                f"model.{name} has no effect: model.activation_checkpointing = true recomputes every layer; remove one "
+                "of them"
+            )
 
 
 # --------------------------------------------------------------------------------------- rollout and engine
@@ -309,6 +326,11 @@ def _parallel(config: RunConfig) -> Iterator[str]:
             f"[critic] with {parallel.world_size} processes: a critic trains in one process only so far; set all axes "
             "of [parallel] to 1, or choose an algorithm without critic"
         )
+    if config.checkpoint.overlap:
+        yield (
+            f"checkpoint.overlap with {parallel.world_size} processes: these write their checkpoints together, while "
+            "training waits; remove it, or set all axes of [parallel] to 1"
+        )
     if config.model.device == "cuda":
         yield (
             f'model.device = "cuda" with {parallel.world_size} processes: several processes compute on the CPU only so '
@@ -327,6 +349,14 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
                 f"evaluation.{name} has no effect: evaluation is off; set evaluation.every, evaluation.at_start or "
                 "evaluation.at_end"
             )
+
+
+def _checkpoint(config: RunConfig) -> Iterator[str]:
+    if config.checkpoint.overlap and not config.checkpoint.every:
+        yield (
+            "checkpoint.overlap has no effect: checkpoint.every is 0, and nothing goes on beside the last checkpoint; "
+            "set checkpoint.every or remove it"
+        )
 
 
 def _gold(config: RunConfig) -> Iterator[str]:
@@ -359,6 +389,7 @@ _CHECKS = (
     _critic,
     _streams,
     _evaluation,
+    _checkpoint,
     _gold,
     _monitor,
     _parallel,

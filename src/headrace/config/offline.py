@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import Field
 
 from headrace.config.base import OptimizerSection, Section
+from headrace.config.checks import model_problems
 from headrace.config.load import config_error
 from headrace.config.schema import ModelConfig
 
@@ -101,7 +102,7 @@ class DpoConfig(OfflineConfig):
 
 def check_offline(config: OfflineConfig) -> None:
     """I20: refuse options without effect. Raises ConfigError."""
-    problems = [*_without_effect(config)]
+    problems = [*model_problems(config.model), *_without_effect(config)]
     if problems:
         raise config_error(problems)
 

@@ -28,6 +28,10 @@ class ModelConfig(Section):
     chat_template: str | None = None
     """``chatml`` (roles only, no default system prompt), a Jinja file, or None for the model's own."""
     activation_checkpointing: bool = False
+    """Recompute every layer in the backward pass, instead of keeping what it needs: least memory, most time."""
+    activation_budget_bytes: int | None = Field(None, ge=1)
+    """Recompute only as many layers as are needed to keep the activations of a full micro-batch within so many bytes,
+    on each process; what they take without is the line ``activations`` of ``headrace plan``."""
     lora: LoraConfig | None = None
 
 
@@ -328,6 +332,8 @@ class CheckpointConfig(Section):
     """Rollout batches between checkpoints; 0: only at the end and on Ctrl-C."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints kept on disk; the older ones are removed."""
+    overlap: bool = False
+    """Copy weights and optimizer state into host memory, and write them while the run goes on. One process only."""
 
 
 class GuardsConfig(Section):

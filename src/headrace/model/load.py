@@ -30,6 +30,7 @@ from headrace.config.base import LoraConfig
 from headrace.errors import HeadraceError
 from headrace.model.attention import ATTENTION_NAME
 from headrace.model.head import output_head
+from headrace.model.memory import PeakMemory
 from headrace.model.paths import resolve_model_path
 from headrace.model.verify import verify_model
 
@@ -55,6 +56,8 @@ class LoadedModel:
     """As given; empty for a model that was built in memory."""
     masters: dict[str, Tensor]
     """float32 copies of the trainable weights that are not float32 themselves, by parameter name."""
+    memory: PeakMemory
+    """Of this process, since before the model was loaded (since it was prepared, where it was built in memory)."""
     base: PreTrainedModel | None = None
     """With LoRA: the model without its adapter, sharing all weights."""
 
@@ -94,6 +97,8 @@ def load_model(
     such device, or the model is of a kind that packed passes cannot compute.
     """
     location = resolve_path(path)
+    target = _find_device(device)
+    memory = PeakMemory(target)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(location)
@@ -104,8 +109,8 @@ def load_model(
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"no model could be loaded from {path}: {error}. {_HINT}") from error
-    model.to(_find_device(device))  # type: ignore[arg-type]
-    return prepare_model(model, load_tokenizer(path), dtype, lora=lora, seed=seed, path=str(path))
+    model.to(target)  # type: ignore[arg-type]
+    return prepare_model(model, load_tokenizer(path), dtype, lora=lora, seed=seed, path=str(path), memory=memory)
 
 
 def prepare_model(
@@ -116,8 +121,10 @@ def prepare_model(
     lora: LoraConfig | None = None,
     seed: int = 0,
     path: str = "",
+    memory: PeakMemory | None = None,
 ) -> LoadedModel:
     """Make a :class:`LoadedModel` of a model that is already in memory. The model is changed in place."""
+    memory = memory or PeakMemory(next(model.parameters()).device)
     if dtype not in DTYPES:
         raise ModelError(f"model dtype is '{dtype}'; it must be one of {', '.join(DTYPES)}")
     _zero_dropout(model.config)
@@ -138,7 +145,9 @@ def prepare_model(
         for name, p in model.named_parameters()
         if p.requires_grad and p.dtype not in (torch.float32, torch.float64)
     }
-    return LoadedModel(model=model, tokenizer=tokenizer, dtype=dtype, path=path, masters=masters, base=base)
+    return LoadedModel(
+        model=model, tokenizer=tokenizer, dtype=dtype, path=path, masters=masters, memory=memory, base=base
+    )
 
 
 def _find_device(name: str) -> torch.device:

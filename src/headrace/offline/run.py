@@ -123,6 +123,7 @@ def train_offline(
         config.trainer,
         num_steps=num_steps,
         activation_checkpointing=config.model.activation_checkpointing,
+        activation_budget_bytes=config.model.activation_budget_bytes,
     )
     run_dir = _open_folder(config, kind, fingerprint, resume)
     try:

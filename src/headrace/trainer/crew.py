@@ -34,6 +34,7 @@ from headrace.errors import HeadraceError
 from headrace.model.parallel.mesh import join_processes
 from headrace.protocols import Algorithm, WeightUpdate
 from headrace.trainer.distributed import ParallelTrainer
+from headrace.trainer.memory import MemoryUse
 from headrace.trainer.weights import NonFiniteError
 from headrace.types import PolicyVersion, Sample
 
@@ -156,6 +157,10 @@ class LeadingTrainer:
     def optim_step(self) -> dict[str, float]:
         with self._told("optim_step"):
             return self._own.optim_step()
+
+    def memory(self) -> list[MemoryUse]:
+        with self._told("memory"):
+            return self._own.memory()
 
     def publish(self) -> WeightUpdate:
         """The next version; its weights come bucket by bucket when the engine takes them."""

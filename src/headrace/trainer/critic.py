@@ -27,7 +27,7 @@ from headrace.model.logprobs import hidden_states
 from headrace.model.packing import PackedRow
 from headrace.trainer.metrics import MinibatchMetrics
 from headrace.trainer.schedule import learning_rate
-from headrace.trainer.weights import NonFiniteError, TrainableWeights, read_state, write_state
+from headrace.trainer.weights import NonFiniteError, TrainableWeights, Write, read_state, write_state
 from headrace.types import Sample
 
 FOLDER = "critic"
@@ -170,12 +170,18 @@ class Critic:
         """Drop the gathered gradient."""
         self._weights.clear()
 
-    def save(self, path: Path) -> None:
-        """Weights, optimizer and step count, in a folder of their own within ``path``."""
-        folder = path / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        self._weights.save(folder)
-        write_state(folder, {"step": self._step})
+    def writer(self, *, copied: bool) -> Write:
+        """Writes weights, optimizer and step count, in a folder of their own within a checkpoint's; ``copied``: as
+        ``TrainableWeights.writer``."""
+        write_weights, state = self._weights.writer(copied=copied), {"step": self._step}
+
+        def write(path: Path) -> None:
+            folder = path / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            write_weights(folder)
+            write_state(folder, state)
+
+        return write
 
     def restore(self, path: Path) -> None:
         """Bit for bit. Raises CheckpointError where ``path`` holds no critic, or another one."""

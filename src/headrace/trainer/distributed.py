@@ -23,17 +23,20 @@ from headrace.config.schema import TrainerConfig
 from headrace.model.load import DTYPES, LoadedModel
 from headrace.model.packing import PackedRow, empty_row, pack
 from headrace.model.parallel.apply import parallelize, parallelize_frozen
+from headrace.model.parallel.forecast import Pass
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.parallel.stage import PolicyStage
 from headrace.model.parallel.state import whole_tensors
 from headrace.protocols import Algorithm, WeightUpdate
 from headrace.trainer.balance import check_same_samples, microbatches, share_out
+from headrace.trainer.memory import MemoryGauge, MemoryUse
 from headrace.trainer.metrics import MinibatchMetrics
 from headrace.trainer.passes import score_rows, train_rows
+from headrace.trainer.recompute import recompute_activations
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.sharded_checkpoint import load_shards, save_shards
 from headrace.trainer.shards import ShardedWeights
-from headrace.trainer.trainer import _add_token_metrics, _fields, _select, _skipped, checkpoint_activations
+from headrace.trainer.trainer import _add_token_metrics, _fields, _select, _skipped
 from headrace.trainer.weights import NonFiniteError, read_state, write_state
 from headrace.types import PolicyVersion, Sample
 
@@ -64,6 +67,7 @@ class ParallelTrainer:
         num_steps: int,
         with_reference: bool = False,
         activation_checkpointing: bool = False,
+        activation_budget_bytes: int | None = None,
         lineage: int = 0,
     ) -> None:
         """See ``PolicyTrainer``. ``loaded`` is split in place: its model is of no other use afterwards."""
@@ -72,10 +76,19 @@ class ParallelTrainer:
         self._num_steps = num_steps
         self._dtype = DTYPES[loaded.dtype]
         limit = config.max_logit_tokens
+        work = Pass(
+            num_tokens=config.max_microbatch_tokens,
+            max_logit_tokens=limit,
+            dtype=loaded.dtype,
+            activation_checkpointing=activation_checkpointing,
+            activation_budget_bytes=activation_budget_bytes,
+            with_reference=with_reference,
+            num_rows=max(2, mesh.config.pp),
+        )
+        self._gauge = MemoryGauge(loaded, work, mesh.config, stage=mesh.rank("pp"))
         self._reference = parallelize_frozen(loaded, mesh, max_logit_tokens=limit) if with_reference else None
-        if activation_checkpointing:
-            checkpoint_activations(loaded.model)
         model = parallelize(loaded, mesh, max_logit_tokens=limit)
+        recompute_activations(model.stage.model, work, mesh.config, mesh.rank("pp"))
         self._stage = model.stage
         self._weights = ShardedWeights(model, config, mesh)
         self._version = PolicyVersion(lineage, 0)
@@ -103,6 +116,13 @@ class ParallelTrainer:
     def last_logprobs(self) -> dict[str, Tensor]:
         """As ``PolicyTrainer.last_logprobs``: of all processes' samples, on every process."""
         return dict(self._last_logprobs)
+
+    def memory(self) -> list[MemoryUse]:
+        """What each process has needed at its peak, beside its forecast, in order of ranks. Collective."""
+        own = self._gauge.read()
+        gathered = [own] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return gathered
 
     # ------------------------------------------------------------------------------------------ passes
 
@@ -275,7 +295,7 @@ class ParallelTrainer:
     def restore(self, path: Path) -> None:
         """Become the trainer that saved ``path``, whatever layout it had. Collective. Raises CheckpointError."""
         state = read_state(path)
-        load_shards(self._weights, path, int(state["num_moves"]))
+        load_shards(self._weights, path, state.get("num_moves"))
         self._version = PolicyVersion(*state["version"])
         self._step = int(state["step"])
         self._num_steps_since_publish = int(state["num_steps_since_publish"])

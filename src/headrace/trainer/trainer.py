@@ -12,28 +12,28 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields, sample_columns
-from headrace.config.schema import TrainerConfig
+from headrace.config.schema import ParallelConfig, TrainerConfig
 from headrace.model.head import output_head
 from headrace.model.load import LoadedModel
 from headrace.model.logprobs import hidden_states, score_hidden
 from headrace.model.packing import PackedRow, pack, split_microbatches
+from headrace.model.parallel.forecast import Pass
 from headrace.protocols import Algorithm, WeightUpdate, WholeMinibatchAlgorithm
 from headrace.trainer.critic import Critic
 from headrace.trainer.export import export_model
+from headrace.trainer.memory import MemoryGauge, MemoryUse
 from headrace.trainer.metrics import MinibatchMetrics
+from headrace.trainer.recompute import recompute_activations
 from headrace.trainer.schedule import learning_rate
-from headrace.trainer.weights import NonFiniteError, TrainableWeights, read_state, write_state
+from headrace.trainer.weights import NonFiniteError, TrainableWeights, Write, read_state, write_state
 from headrace.types import PolicyVersion, Sample
 
 
@@ -57,6 +57,7 @@ class PolicyTrainer:
         num_steps: int,
         with_reference: bool = False,
         activation_checkpointing: bool = False,
+        activation_budget_bytes: int | None = None,
         lineage: int = 0,
         critic: Critic | None = None,
     ) -> None:
@@ -64,6 +65,16 @@ class PolicyTrainer:
         ``with_reference`` keeps the weights of this moment for ``forward(..., "reference")``: a frozen copy, or with
         LoRA the base model, which costs nothing. Build the trainer before restoring a checkpoint, so that the
         reference is the run's start."""
+        work = Pass(
+            num_tokens=config.max_microbatch_tokens,
+            max_logit_tokens=config.max_logit_tokens,
+            dtype=loaded.dtype,
+            activation_checkpointing=activation_checkpointing,
+            activation_budget_bytes=activation_budget_bytes,
+            with_reference=with_reference,
+        )
+        not_counted = "the adapter" if loaded.base is not None else "the critic" if critic is not None else ""
+        self._gauge = MemoryGauge(loaded, work, ParallelConfig(), not_counted=not_counted)
         self._loaded = loaded
         self._model = loaded.model
         self._config = config
@@ -75,10 +86,9 @@ class PolicyTrainer:
         self._num_steps_since_publish = 0
         self._last_logprobs: dict[str, Tensor] = {}
         self._critic = critic
-        if activation_checkpointing:
-            checkpoint_activations(self._model)
-            if critic is not None and critic.backbone is not None:
-                checkpoint_activations(critic.backbone)
+        recompute_activations(self._model, work)
+        if critic is not None and critic.backbone is not None:
+            recompute_activations(critic.backbone, work)
 
     @property
     def version(self) -> PolicyVersion:
@@ -106,6 +116,10 @@ class PolicyTrainer:
         """Log-probabilities that the last forward_backward computed: sample id -> float32 [T] on the CPU, 0 where
         the mask is 0. Samples whose pass was skipped are absent."""
         return dict(self._last_logprobs)
+
+    def memory(self) -> list[MemoryUse]:
+        """What this process has needed at its peak, beside its forecast."""
+        return [self._gauge.read()]
 
     # ------------------------------------------------------------------------------------------ passes
 
@@ -248,22 +262,35 @@ class PolicyTrainer:
     def save(self, path: Path) -> None:
         """Write everything that a restored trainer needs into the folder ``path``: weights and optimizer moments
         (safetensors), version, step and torch's random state (JSON). Nothing in it is ever unpickled."""
-        path.mkdir(parents=True, exist_ok=True)
-        self._weights.save(path)
+        self._writer(copied=False)(path)
+
+    def snapshot(self) -> Write:
+        """What :meth:`save` would write now, copied into host memory: call it with the folder, at any time and on any
+        thread, while this trainer goes on."""
+        return self._writer(copied=True)
+
+    def _writer(self, *, copied: bool) -> Write:
+        parts = [self._weights.writer(copied=copied)]
         if self._critic is not None:
-            self._critic.save(path)
-        write_state(
-            path,
-            {
-                "version": list(self._version),
-                "step": self._step,
-                "num_steps_since_publish": self._num_steps_since_publish,
-                "torch_random_state": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
-            },
-        )
+            parts.append(self._critic.writer(copied=copied))
+        state = {
+            "version": list(self._version),
+            "step": self._step,
+            "num_steps_since_publish": self._num_steps_since_publish,
+            "torch_random_state": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
+        }
+
+        def write(path: Path) -> None:
+            path.mkdir(parents=True, exist_ok=True)
+            for part in parts:
+                part(path)
+            write_state(path, state)
+
+        return write
 
     def restore(self, path: Path) -> None:
-        """Become, bit for bit, the trainer that saved ``path``. Raises CheckpointError where it does not fit."""
+        """Become, bit for bit, the trainer that saved ``path``; of several processes' checkpoint, weights and optimizer
+        state (it has no random state). Raises CheckpointError where it does not fit."""
         state = read_state(path)
         self._weights.restore(path)
         if self._critic is not None:
@@ -271,8 +298,9 @@ class PolicyTrainer:
         self._version = PolicyVersion(*state["version"])
         self._step = int(state["step"])
         self._num_steps_since_publish = int(state["num_steps_since_publish"])
-        random_state = base64.b64decode(state["torch_random_state"])
-        torch.set_rng_state(torch.tensor(list(random_state), dtype=torch.uint8))
+        if "torch_random_state" in state:
+            random_state = base64.b64decode(state["torch_random_state"])
+            torch.set_rng_state(torch.tensor(list(random_state), dtype=torch.uint8))
 
     def export(self, path: Path) -> None:
         """Write the policy as a plain Hugging Face folder, LoRA merged, tokenizer included."""
@@ -285,24 +313,6 @@ def _make_reference(loaded: LoadedModel) -> PreTrainedModel:
     reference = copy.deepcopy(loaded.model)
     reference.requires_grad_(False)
     return reference
-
-
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass instead of keeping its activations.
-
-    The three attributes are what transformers' own switch sets (its name changed within version 5), with one
-    difference: only the layer itself goes into training mode, which it asks for; its children stay in eval mode, so
-    that nothing random wakes up. Passes without gradient (the engine's) are not affected.
-    """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no layers that can be recomputed (model.activation_checkpointing)"
-        )
-    for layer in layers:
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
-        layer.training = True
 
 
 def _skipped(minibatch: Minibatch, algorithm: Algorithm, config: TrainerConfig) -> set[int]:
