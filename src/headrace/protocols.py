@@ -45,6 +45,8 @@ class EngineCapabilities:
     """Returns the log-probability of each sampled id under the distribution actually sampled from."""
     kept_ids: bool = False
     """Returns the kept-id sets of truncated sampling, so that the trainer can score the same distribution."""
+    routing_ids: bool = False
+    """Returns the experts that its routers chose for each token (mixture-of-experts models)."""
     version_spans: bool = True
     in_flight_updates: bool = False
     """Weights may change between two decode steps of one request."""

@@ -50,6 +50,7 @@ from headrace.supervised import SupervisedStream
 from headrace.trainer.crew import Followers, LeadingTrainer, join_run
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
+from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
 from headrace.weights.canary import Canary
@@ -89,6 +90,7 @@ def build_engine(
         config.engine.model_copy(update={"num_threads": engine_threads}),
         vocab_size=policy.loaded.vocab_size,
         decode=policy.renderer.decode,
+        record_routing=config.trainer.router_replay,
     )
 
 
@@ -186,6 +188,7 @@ def _build_trainer(
     if config.parallel.world_size == 1:
         critic = load_critic(config, policy)
         return PolicyTrainer(policy.loaded, config.trainer, critic=critic, **_trainer_options(checked)), None
+    Routers.of(policy.loaded.model, config.trainer)  # refuses what this model cannot have, before any process starts
     carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
     followers = Followers(config)
     try:

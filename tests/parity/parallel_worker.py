@@ -37,7 +37,7 @@ from headrace.testing import Reinforce, compute_in_float64, make_sample, tiny_mo
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.trainer.weights import NonFiniteError
-from headrace.types import Sample
+from headrace.types import RoutingIds, Sample
 
 Tensors = dict[str, torch.Tensor]
 DEADLINE_S = 60.0
@@ -75,6 +75,16 @@ def make_samples(num_groups: int = 4, seed: int = 0) -> tuple[Sample, ...]:
             )
     samples.append(make_sample([5, 6, 7], [3, 4], group=0, member=0, branch=1, prefix_key="rewritten"))
     return tuple(samples)
+
+
+def with_routing(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+    """Two random experts for every token and each of two layers; equal for the equal prompts of a group."""
+    recorded = []
+    for sample in samples:
+        generator = torch.Generator().manual_seed(sample.key.group)
+        ids = torch.rand(64, 2, 4, generator=generator).argsort(-1)[: len(sample.ids), :, :2]
+        recorded.append(replace(sample, routing=RoutingIds((ids.to(torch.uint8),))))
+    return tuple(recorded)
 
 
 def algorithm_of(samples: tuple[Sample, ...]) -> Reinforce:
@@ -134,6 +144,8 @@ def worst(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> float:
 def parity(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     """I4: log-probabilities, loss, gradients, norm, and weights after three steps of SGD and of AdamW."""
     samples = make_samples(job.get("groups", 4))
+    if job.get("trainer", {}).get("router_replay"):
+        samples = with_routing(samples)
     algorithm = algorithm_of(samples)
     minibatch = minibatch_of(samples, algorithm)
     fast = {

@@ -17,6 +17,9 @@ COMPARED = ("loss", "gradient", "norm", "weights_sgd", "weights_adamw", "logprob
 
 Job = dict[str, Any]
 
+BALANCED = {"router_aux_coefficient": 0.5}
+REPLAYED = {"router_replay": True}
+
 ONE_AXIS: dict[str, Job] = {
     "dp_replicate": {"model": "llama-tied", "layout": {"dp_replicate": 2}},
     "dp_shard": {"model": "llama-tied", "layout": {"dp_shard": 2}},
@@ -26,6 +29,9 @@ ONE_AXIS: dict[str, Job] = {
     "pp, 1f1b": {"model": "llama-tied", "layout": {"pp": 2, "pp_schedule": "1f1b"}},
     "cp": {"model": "llama-tied", "layout": {"cp": 2}},
     "ep": {"model": "qwen3-moe", "layout": {"ep": 2}},
+    "ep, balanced": {"model": "qwen3-moe", "layout": {"ep": 2}, "trainer": BALANCED},
+    "tp, balanced": {"model": "qwen3-moe", "layout": {"tp": 2}, "trainer": BALANCED},
+    "cp, balanced, replayed": {"model": "qwen3-moe", "layout": {"cp": 2}, "trainer": BALANCED | REPLAYED},
 }
 PAIRS: dict[str, Job] = {
     "dp_shard x tp": {"model": "qwen3-untied", "layout": {"dp_shard": 2, "tp": 2}},
@@ -35,6 +41,11 @@ PAIRS: dict[str, Job] = {
     "tp x pp": {"model": "qwen3-untied", "layout": {"tp": 2, "pp": 2}},
     "tp x cp": {"model": "qwen3-untied", "layout": {"tp": 2, "cp": 2}},
     "tp x ep": {"model": "qwen3-moe", "layout": {"tp": 2, "ep": 2}},
+    "pp x ep, balanced, replayed": {
+        "model": "qwen3-moe",
+        "layout": {"pp": 2, "ep": 2},
+        "trainer": BALANCED | REPLAYED,
+    },
 }
 MORE_PAIRS: dict[str, Job] = {
     "dp_replicate x dp_shard": {"model": "llama-tied", "layout": {"dp_replicate": 2, "dp_shard": 2}},
@@ -48,6 +59,13 @@ MORE_PAIRS: dict[str, Job] = {
     "tp 4": {"model": "qwen3-untied", "layout": {"tp": 4}},
     "cp 4": {"model": "qwen3-untied", "layout": {"cp": 4}},
     "ep 4": {"model": "qwen3-moe", "layout": {"ep": 4}},
+    "dp_shard x ep, balanced": {"model": "qwen3-moe", "layout": {"dp_shard": 2, "ep": 2}, "trainer": BALANCED},
+    "tp x ep, balanced": {"model": "qwen3-moe", "layout": {"tp": 2, "ep": 2}, "trainer": BALANCED},
+    "cp x tp, balanced, replayed": {
+        "model": "qwen3-moe",
+        "layout": {"cp": 2, "tp": 2},
+        "trainer": BALANCED | REPLAYED,
+    },
     "pp 4, gpipe": {"model": "llama-tied", "layers": 4, "layout": {"pp": 4, "pp_schedule": "gpipe"}},
     "pp 4, 1f1b": {"model": "qwen3-untied", "layers": 5, "layout": {"pp": 4}},
 }

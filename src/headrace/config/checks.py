@@ -223,6 +223,21 @@ def _training(config: RunConfig) -> Iterator[str]:
         yield f'guards.{name} has no effect: model.dtype is "{config.model.dtype}"'
 
 
+def _routers(config: RunConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.router_aux_coefficient and trainer.skip_zero_gradient:
+        for name in _set(trainer, "skip_zero_gradient"):
+            yield (
+                f"trainer.{name} has no effect: with trainer.router_aux_coefficient = {trainer.router_aux_coefficient} "
+                "every sample has a gradient; remove one of them"
+            )
+    if trainer.router_replay and config.critic is not None:
+        yield (
+            "trainer.router_replay with [critic]: values are computed without replay, so they would belong to other "
+            "hidden states than the policy's; remove one of them"
+        )
+
+
 def _critic(config: RunConfig) -> Iterator[str]:
     critic, trainer = config.critic, config.trainer
     if critic is None:
@@ -386,6 +401,7 @@ _CHECKS = (
     _vllm,
     _tasks,
     _training,
+    _routers,
     _critic,
     _streams,
     _evaluation,
@@ -440,5 +456,10 @@ def _capabilities(config: RunConfig, engine: EngineCapabilities) -> Iterator[str
             else "tell which version sampled a token"
         )
         yield f"rollout.max_staleness = {config.rollout.max_staleness}: {name} cannot {lack}; set it to 0"
+    if config.trainer.router_replay and not engine.routing_ids:
+        yield (
+            f"trainer.router_replay = true: {name} does not record which experts its routers chose; remove it, or "
+            "choose another engine"
+        )
     if engine.max_context and config.sampling.max_new_tokens >= engine.max_context:
         yield _no_room(f"the context of {name}", engine.max_context, config.sampling.max_new_tokens)

@@ -290,6 +290,11 @@ class TrainerConfig(OptimizerSection):
     """Skip the backward pass of groups whose loss gradient is provably zero; they still count in denominators."""
     share_prompts: bool = True
     """Compute a group's shared prompt once in the training pass (equal in loss and gradient)."""
+    router_aux_coefficient: float = Field(0.0, ge=0)
+    """Weight of the load-balance loss of each router of a mixture-of-experts model (docs/moe.md); 0 turns it off. On,
+    it costs one more forward pass a step, and no sample's pass is skipped."""
+    router_replay: bool = False
+    """Train each token through the experts that the engine chose for it, with weights from the trainer's routers."""
     num_threads: int | None = Field(None, ge=1)
 
 

@@ -32,6 +32,7 @@ from headrace.engines.lane import Lane
 from headrace.engines.packed import can_pack, drop_packed, packed_view
 from headrace.engines.request import Running, check_request
 from headrace.errors import HeadraceError
+from headrace.model.routing import RouterShape, router_shape
 from headrace.protocols import EngineCapabilities, EngineStats, WeightUpdate
 from headrace.types import FinishReason, Generation, GenerationRequest, PolicyVersion
 
@@ -74,8 +75,11 @@ class TransformersEngine:
         *,
         vocab_size: int,
         decode: Callable[[Sequence[int]], str] | None = None,
+        record_routing: bool = False,
     ) -> None:
+        """``record_routing``: each reply carries the experts that the routers chose (``Generation.routing``)."""
         model = _unwrapped(carrier.model)
+        self._recorded = _routers_to_record(model) if record_routing else None
         self._carrier = carrier
         self._config = config
         self._vocab_size = vocab_size
@@ -87,6 +91,7 @@ class TransformersEngine:
             vocab_size=vocab_size,
             max_prefill_tokens=config.max_prefill_tokens,
             prefix_cache_tokens=config.prefix_cache_tokens,
+            recorded=self._recorded,
         )
         num_threads = config.num_threads
         self._thread = DaemonThread(
@@ -111,6 +116,7 @@ class TransformersEngine:
         return EngineCapabilities(
             logprobs=True,
             kept_ids=self._config.carry_kept_ids,
+            routing_ids=self._recorded is not None,
             version_spans=True,
             in_flight_updates=True,
             max_context=self._max_context,
@@ -315,10 +321,11 @@ class TransformersEngine:
 
     def _deliver(self, rows: Sequence[Running], result: StepResult, version: PolicyVersion) -> None:
         draws = result.draws
-        for running, token_id, logprob, kept_ids in zip(rows, draws.ids, draws.logprobs, draws.kept_ids, strict=True):
+        steps = zip(rows, draws.ids, draws.logprobs, draws.kept_ids, result.routing, strict=True)
+        for running, token_id, logprob, kept_ids, routing in steps:
             if running.future.done():  # aborted or cancelled while the step ran
                 continue
-            running.append(token_id, logprob, kept_ids, version)
+            running.append(token_id, logprob, kept_ids, version, routing)
             self._counters["num_generated_tokens"] += 1
             try:
                 reason = running.finish_reason(self._decode)
@@ -390,6 +397,15 @@ def _checked_context(model: Any, max_context: int | None) -> int:
                 f"{window}"
             )
     return limit
+
+
+def _routers_to_record(model: Any) -> RouterShape:
+    shape = router_shape(model)
+    if shape is None:
+        raise EngineError(
+            f"record_routing: {type(model).__name__} has no routers that headrace knows, so there is nothing to record"
+        )
+    return shape
 
 
 def _packed_view(model: nn.Module, wanted: bool | None) -> nn.Module:

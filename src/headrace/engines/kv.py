@@ -29,6 +29,8 @@ class Document:
     values: dict[int, Tensor]
     logits_V: Tensor
     num_tokens: int
+    routing: Tensor | None = None
+    """What the routers chose, [T, routers, experts of a token], where the engine records it."""
 
 
 class PrefillLayout:
@@ -61,14 +63,15 @@ class PrefillLayout:
             ).transpose(1, 2)
         return out_BTHD
 
-    def document(self, index: int, logits_V: Tensor) -> Document:
-        """A copy of one document's keys and values, so that the packed pass can be freed."""
+    def document(self, index: int, logits_V: Tensor, routing: Tensor | None = None) -> Document:
+        """A copy of one document's keys and values, so that the packed pass can be freed. ``routing``: the pass's."""
         start, end = self._spans[index]
         return Document(
             {layer: key[:, start:end].clone() for layer, key in self._keys.items()},
             {layer: value[:, start:end].clone() for layer, value in self._values.items()},
             logits_V,
             end - start,
+            None if routing is None else routing[start:end].clone(),
         )
 
 

@@ -32,6 +32,7 @@ from headrace.model.attention import ATTENTION_NAME
 from headrace.model.head import output_head
 from headrace.model.memory import PeakMemory
 from headrace.model.paths import resolve_model_path
+from headrace.model.routing import watch_routers
 from headrace.model.verify import verify_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -139,6 +140,7 @@ def prepare_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
     verify_model(model, output_head(model, len(tokenizer)))
+    watch_routers(model)
     base = _add_adapter(model, lora, seed) if lora else None
     masters = {
         name: full[name].float()

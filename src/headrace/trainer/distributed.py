@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,12 +28,14 @@ from headrace.model.parallel.forecast import Pass
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.parallel.stage import PolicyStage
 from headrace.model.parallel.state import whole_tensors
+from headrace.model.routing import RouterLoad
 from headrace.protocols import Algorithm, WeightUpdate
 from headrace.trainer.balance import check_same_samples, microbatches, share_out
 from headrace.trainer.memory import MemoryGauge, MemoryUse
 from headrace.trainer.metrics import MinibatchMetrics
 from headrace.trainer.passes import score_rows, train_rows
 from headrace.trainer.recompute import recompute_activations
+from headrace.trainer.routers import Routers
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.sharded_checkpoint import load_shards, save_shards
 from headrace.trainer.shards import ShardedWeights
@@ -75,6 +78,7 @@ class ParallelTrainer:
         self._mesh = mesh
         self._num_steps = num_steps
         self._dtype = DTYPES[loaded.dtype]
+        self._routers = Routers.of(loaded.model, config)  # before a stage keeps its own only
         limit = config.max_logit_tokens
         work = Pass(
             num_tokens=config.max_microbatch_tokens,
@@ -137,7 +141,8 @@ class ParallelTrainer:
             raise ValueError("this trainer was built without a reference model (with_reference=True)")
         check_same_samples(samples, "forward")
         rows = self._rows(samples)
-        scores = score_rows(stage, self._mesh, rows)
+        routing_of = self._routers.new_pass if self._routers is not None and model == "policy" else None
+        scores = score_rows(stage, self._mesh, rows, routing_of)
         own = {
             index: logprobs_T
             for i, scores_2N in scores.items()
@@ -169,16 +174,42 @@ class ParallelTrainer:
             logprobs.update(zip(row.indices, values, strict=True))
             return loss if loss.requires_grad else loss + 0 * scores_2N.sum()
 
-        train_rows(self._stage, self._mesh, rows, loss_of, needs_entropy=algorithm.needs.entropy)
+        routers = self._routers
+        slope_LE = None if routers is None else self._balance_slope(routers, kept.samples, rows)
+        routing_of = None if routers is None else partial(routers.new_pass, slope_LE=slope_LE)
+        entropy = algorithm.needs.entropy
+        train_rows(self._stage, self._mesh, rows, loss_of, needs_entropy=entropy, routing_of=routing_of)
+        router_metrics = {} if routers is None else routers.metrics(self._router_load(routers))
         self._raise_together(broken)
         self._weights.finish_gradients()
         found = self._gather(kept.samples, logprobs)
         self._last_logprobs = {sample.id: found[i] for i, sample in enumerate(kept.samples) if sample.num_trained}
-        return self._merge(metrics).result() | {
-            "num_trained_tokens": float(sum(sample.num_trained for sample in kept.samples)),
-            "num_samples": float(len(minibatch.samples)),
-            "num_skipped_samples": float(len(minibatch.samples) - len(kept.samples)),
-        }
+        return (
+            self._merge(metrics).result()
+            | router_metrics
+            | {
+                "num_trained_tokens": float(sum(sample.num_trained for sample in kept.samples)),
+                "num_samples": float(len(minibatch.samples)),
+                "num_skipped_samples": float(len(minibatch.samples) - len(kept.samples)),
+            }
+        )
+
+    def _balance_slope(self, routers: Routers, samples: Sequence[Sample], rows: Sequence[PackedRow]) -> Tensor | None:
+        """As ``PolicyTrainer``'s, of the minibatch of all processes. Collective."""
+        routers.check_recorded(samples)
+        if not routers.coefficient:
+            return None
+        score_rows(self._stage, self._mesh, rows, routers.new_pass)
+        return self._router_load(routers).slope(routers.coefficient)
+
+    def _router_load(self, routers: Routers) -> RouterLoad:
+        """Of the last pass, over all processes. Collective."""
+        load = routers.new_load()
+        if self._mesh.rank("tp") == 0:  # the ranks of a tp group route the same tokens
+            for routing in self._stage.routings:
+                load.add(routing)
+        dist.all_reduce(load.sums_LX)
+        return load
 
     def _row_loss(
         self, minibatch: Minibatch, row: PackedRow, scores_2N: Tensor, algorithm: Algorithm, metrics: MinibatchMetrics

@@ -19,6 +19,13 @@ def num_steps_per_batch(config: TrainerConfig) -> int:
     return config.num_minibatches * config.num_epochs
 
 
+def may_skip(algorithm: Algorithm, config: TrainerConfig) -> bool:
+    """Whether a sample of the rl stream without advantage provably has no gradient, so that no pass is spent on it."""
+    return (
+        config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient and not config.router_aux_coefficient
+    )
+
+
 def plan_update(
     batch: RolloutBatch,
     algorithm: Algorithm,
@@ -82,7 +89,7 @@ def _proximal(
 ) -> list[Tensor]:
     """By the first epoch's minibatches, so that micro-batches are those of the gradient pass (F4). Samples that will
     be skipped get zeros, which nobody reads."""
-    skip = config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient and not algorithm.needs.prepare
+    skip = may_skip(algorithm, config) and not algorithm.needs.prepare
     proximal = [torch.zeros(len(sample.ids)) for sample in samples]
     for places in minibatches:
         needed = [i for i in places if not skip or bool(advantages[i].any())]

@@ -26,12 +26,15 @@ from headrace.model.load import LoadedModel
 from headrace.model.logprobs import hidden_states, score_hidden
 from headrace.model.packing import PackedRow, pack, split_microbatches
 from headrace.model.parallel.forecast import Pass
+from headrace.model.routing import RouterPass
 from headrace.protocols import Algorithm, WeightUpdate, WholeMinibatchAlgorithm
 from headrace.trainer.critic import Critic
 from headrace.trainer.export import export_model
 from headrace.trainer.memory import MemoryGauge, MemoryUse
 from headrace.trainer.metrics import MinibatchMetrics
+from headrace.trainer.plan import may_skip
 from headrace.trainer.recompute import recompute_activations
+from headrace.trainer.routers import Routers
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.weights import NonFiniteError, TrainableWeights, Write, read_state, write_state
 from headrace.types import PolicyVersion, Sample
@@ -79,6 +82,7 @@ class PolicyTrainer:
         self._model = loaded.model
         self._config = config
         self._num_steps = num_steps
+        self._routers = Routers.of(loaded.model, config)
         self._reference = _make_reference(loaded) if with_reference else None  # before hooks are put on parameters
         self._weights = TrainableWeights(loaded, config)
         self._version = PolicyVersion(lineage, 0)
@@ -142,7 +146,8 @@ class PolicyTrainer:
             scorer = self._reference
         out = [torch.zeros(len(sample.ids)) for sample in samples]
         for row in self._rows(samples):
-            logprobs_N, _ = self._score(scorer, row)
+            routing = self._routers.new_pass(row) if self._routers is not None and model == "policy" else None
+            logprobs_N, _ = self._score_hidden(scorer, hidden_states(scorer, row, routing), row)
             for index, logprobs_T in zip(row.indices, row.scatter(logprobs_N), strict=True):
                 out[index] = logprobs_T
         return out
@@ -160,10 +165,16 @@ class PolicyTrainer:
         metrics = MinibatchMetrics()
         self._last_logprobs = {}
         num_trained = 0
+        routers = self._routers
+        slope_LE = None if routers is None else self._balance_slope(routers, kept.samples)
+        load = None if routers is None else routers.new_load()
         try:
             for row in self._rows(kept.samples):
                 num_trained += len(row.target_N)
-                self._train_row(kept, row, algorithm, metrics)
+                routing = None if routers is None else routers.new_pass(row, slope_LE)
+                self._train_row(kept, row, algorithm, metrics, routing)
+                if load is not None and routing is not None:
+                    load.add(routing)
             if self._critic is not None and not self._critic.is_shared:
                 self._critic.forward_backward(minibatch, self._rows, metrics)
         except NonFiniteError:
@@ -171,11 +182,16 @@ class PolicyTrainer:
             if self._critic is not None:
                 self._critic.clear()
             raise
-        return metrics.result() | {
-            "num_trained_tokens": float(num_trained),
-            "num_samples": float(len(minibatch.samples)),
-            "num_skipped_samples": float(len(skipped)),
-        }
+        router_metrics = {} if routers is None or load is None else routers.metrics(load)
+        return (
+            metrics.result()
+            | router_metrics
+            | {
+                "num_trained_tokens": float(num_trained),
+                "num_samples": float(len(minibatch.samples)),
+                "num_skipped_samples": float(len(skipped)),
+            }
+        )
 
     def _prepared(self, minibatch: Minibatch, algorithm: Algorithm) -> Minibatch:
         """What the algorithm must know of the whole minibatch, by one more pass where no earlier one can serve."""
@@ -188,9 +204,30 @@ class PolicyTrainer:
         prepared: Minibatch = algorithm.prepare(minibatch, logprobs, step=self._step)
         return prepared
 
-    def _train_row(self, minibatch: Minibatch, row: PackedRow, algorithm: Algorithm, metrics: MinibatchMetrics) -> None:
+    @torch.no_grad()
+    def _balance_slope(self, routers: Routers, samples: Sequence[Sample]) -> Tensor | None:
+        """What the load-balance loss must know of the whole minibatch beforehand: its loss is a product of two sums
+        over all tokens, so it is no sum over micro-batches until one of them is known."""
+        routers.check_recorded(samples)
+        if not routers.coefficient or self.policy_is_frozen:
+            return None
+        load = routers.new_load()
+        for row in self._rows(samples):
+            routing = routers.new_pass(row)
+            hidden_states(self._model, row, routing)
+            load.add(routing)
+        return load.slope(routers.coefficient)
+
+    def _train_row(
+        self,
+        minibatch: Minibatch,
+        row: PackedRow,
+        algorithm: Algorithm,
+        metrics: MinibatchMetrics,
+        routing: RouterPass | None,
+    ) -> None:
         with torch.set_grad_enabled(not self.policy_is_frozen):
-            hidden_UD = hidden_states(self._model, row)
+            hidden_UD = hidden_states(self._model, row, routing)
             current_N, entropy_N = self._score_hidden(self._model, hidden_UD, row)
             fields = _fields(minibatch, row, entropy_N if algorithm.needs.entropy else None)
             out: LossOutput = algorithm.loss(current_N, fields)
@@ -220,9 +257,6 @@ class PolicyTrainer:
         share = config.share_prompts
         for items in split_microbatches(samples, config.max_microbatch_tokens, share_prompts=share):
             yield pack(items, share_prompts=share, dtype=weight.dtype, device=weight.device)
-
-    def _score(self, model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor]:
-        return self._score_hidden(model, hidden_states(model, row), row)
 
     def _score_hidden(self, model: PreTrainedModel, hidden_UD: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
         head = output_head(model, self._loaded.vocab_size)
@@ -317,7 +351,7 @@ def _make_reference(loaded: LoadedModel) -> PreTrainedModel:
 
 def _skipped(minibatch: Minibatch, algorithm: Algorithm, config: TrainerConfig) -> set[int]:
     """Places of samples whose gradient is provably 0."""
-    if not (config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient):
+    if not may_skip(algorithm, config):
         return set()
     return {
         i
