@@ -135,7 +135,12 @@ def test_an_engine_that_computes_another_function_of_equal_tensors_is_told_apart
     async def steps() -> None:
         sync = Sync(SharedWeights)
         forward = sync.engine._compute._forward
-        sync.engine._compute._forward = lambda *a: forward(*a) * 1.1  # a soft cap that only one side has, say
+
+        def other(*arguments: Any) -> Any:
+            logits, routing = forward(*arguments)
+            return logits * 1.1, routing  # a soft cap that only one side has, say
+
+        sync.engine._compute._forward = other
         with pytest.raises(SyncError, match="the two compute different functions"):
             await sync.next_version()
         await sync.engine.close()
