@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-bench setup-vllm quickstart test test-integration test-full bench clean \
+.PHONY: help setup setup-bench setup-vllm quickstart test test-integration test-full mutation bench clean \
     check check-lint check-format check-types check-rooms
 
 help:  ## This list
@@ -71,6 +71,9 @@ test-integration: setup  ## Whole runs with a real language model, and other pac
 
 test-full: setup  ## Every test, the slow ones too
 	$(PYTEST) tests $(ARGS)
+
+mutation: setup  ## Leave out each term of the algorithms' formulas in turn: some test must fail (about half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/algorithms.py $(ARGS)
 
 check: check-lint check-format check-types check-rooms  ## Lint, format, strict types, and the rooms' import contracts
 
