@@ -95,6 +95,8 @@ def _with(minibatch: Minibatch, samples: Sequence[Sample]) -> Minibatch:
         advantages=[*minibatch.advantages, *zeros],
         proximal_logprobs=padded(minibatch.proximal_logprobs),
         reference_logprobs=padded(minibatch.reference_logprobs),
+        values=padded(minibatch.values),
+        value_targets=padded(minibatch.value_targets),
         totals=Totals.count(every, minibatch.totals.max_length),
     )
 

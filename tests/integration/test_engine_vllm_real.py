@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_fixture import VOCAB, Session, gaps, make_vllm, perturb, request, sync, vllm_model
+from vllm_fixture import VOCAB, Session, gaps, make_vllm, perturb, request, sync, vllm_model, vllm_python
 
 from headrace.engines import EngineError
 from headrace.engines.flips import count_flips
@@ -23,6 +23,12 @@ PROMPT = tuple(range(3, 43))
 """Two and a half blocks of the prefix cache."""
 EXACT = 1e-4
 """Issue 4: in float32 p99 must stay under 1e-3; 1e-5 was measured."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def there_is_vllm() -> None:
+    """Skips before anything is opened."""
+    vllm_python()
 
 
 class Shared:

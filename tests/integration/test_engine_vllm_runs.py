@@ -30,6 +30,12 @@ WITHOUT_THE_FIX = Path(__file__).with_name("vllm_without_the_fix.py")
 EMBEDDING = "model.embed_tokens.weight"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def there_is_vllm() -> None:
+    """Skips before anything is opened."""
+    vllm_python()
+
+
 def run_data(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     model = folder / "model"
     if not model.exists():

@@ -27,9 +27,17 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    folder: Path, name: str, rows: Path | None, num_batches: int = 6, resume: bool = False, **algorithm: Any
+    folder: Path,
+    name: str,
+    rows: Path | None,
+    num_batches: int = 6,
+    resume: bool = False,
+    critic: dict[str, Any] | None = None,
+    **algorithm: Any,
 ) -> Path:
     sections: dict[str, Any] = {"algorithm": algorithm} if algorithm else {}
+    if critic is not None:
+        sections["critic"] = critic
     if rows is not None:
         sections["supervised_data"] = {"path": str(rows), "conversations_per_batch": 3}
     schedule = {"type": "constant", "warmup_steps": 0}
@@ -86,3 +94,15 @@ def test_a_resume_goes_on_with_the_data(tmp_path: Path, rows: Path) -> None:
     other.write_text(rows.read_text().replace("abcdea", "abcdff"))
     with pytest.raises(HeadraceError, match="the rows of supervised_data are not those"):
         run(tmp_path, "parts", other, num_batches=6, resume=True)
+
+
+def test_a_critic_foretells_nothing_of_theirs(tmp_path: Path, rows: Path) -> None:
+    """On the first batch the critic's loss, values and returns are what they are without supervised data."""
+    alone, beside = (
+        next(iter(read_metrics(run(tmp_path, name, data, 1, critic={"type": "separate"}, preset="ppo_critic"))))
+        for name, data in (("alone", None), ("beside", rows))
+    )
+    names = {name for name in alone if name.startswith("critic/")}
+    assert {"critic/loss", "critic/value_mean", "critic/return_mean"} <= names and alone["critic/loss"] > 0
+    assert {n: beside[n] for n in names} == pytest.approx({n: alone[n] for n in names}, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert beside["supervised/nll"] > 0

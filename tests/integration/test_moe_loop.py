@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reversal
+from loop_runs import reversal
 
 from headrace.config.load import restore_config
 from headrace.errors import ConfigError

@@ -83,7 +83,8 @@ def test_four_processes_make_the_run_of_one(tmp_path: Path) -> None:
     assert all(torch.isfinite(p).all() for p in four.values())
     for folder, parallel in ((together, {}), (alone, {"dp_shard": 2})):
         trainer = {"num_batches": 4, "num_minibatches": 2}
-        train(small_config(folder.parent, trainer=trainer, parallel=parallel), resume_from=folder)
+        config = small_config(folder.parent, trainer=trainer, parallel=parallel, supervised_data=data)
+        train(config, resume_from=folder)
     (*_, a), (*_, b) = read_metrics(alone), read_metrics(together)
     assert a["update"] == b["update"] == 4 and len(a["memory/peak_bytes"]) == 2 and len(b["memory/peak_bytes"]) == 1
     assert {n: b[n] for n in SAME} == pytest.approx({n: a[n] for n in SAME}, rel=1e-4, abs=1e-6)

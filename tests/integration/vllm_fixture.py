@@ -50,12 +50,13 @@ def save_config(model: Any, folder: Path) -> Path:
 def make_vllm(
     model: Any, folder: Path, *, program: Path = PROGRAM, vocab_size: int = VOCAB, **config: Any
 ) -> VllmEngine:
+    python = vllm_python()  # first: whoever skips leaves nothing open
     options = {"max_batch_size": 4, "kv_cache_bytes": 1 << 27, "num_threads": 1, "start_deadline_s": 200.0, **config}
     return VllmEngine(
         VllmEngineConfig(**options),
         SharedMemorySender(),
         WeightUpdate(version=PolicyVersion(0, 0), tensors=named_parameters(model)),
-        python=vllm_python(),
+        python=python,
         model=save_config(model, folder),
         dtype=str(model.dtype).removeprefix("torch."),
         vocab_size=vocab_size,
