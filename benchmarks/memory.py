@@ -1,6 +1,6 @@
 """Memory of a training step: forecast (``headrace plan``) against the measured growth of peak memory.
 
-Each configuration runs in fresh processes: import, note the resident size, build the trainer, make two optimizer
+Each configuration runs in fresh processes: import, note what is resident, build the trainer, make two optimizer
 steps of two micro-batches, and compare the growth of the peak with the forecast of that rank.
 
     python benchmarks/memory.py [--only NAME] [--output memory.json]
@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from headrace.child_process import how_it_ended
 
 DEADLINE_S = 600
 WIDE = {"hidden_size": 1024, "num_layers": 4, "num_heads": 16, "num_kv_heads": 8, "vocab_size": 16384}
@@ -24,6 +25,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "one process": {"model": WIDE, "tokens": 512},
     "one process, bfloat16": {"model": WIDE, "tokens": 512, "dtype": "bfloat16"},
     "one process, recomputing": {"model": WIDE, "tokens": 1024, "recompute": True},
+    "one process, half recomputing": {"model": WIDE, "tokens": 1024, "budget": 400 << 20},
     "dp_shard 2": {"model": WIDE, "tokens": 512, "layout": {"dp_shard": 2}},
     "tp 2": {"model": WIDE, "tokens": 512, "layout": {"tp": 2}},
     "pp 2, 1f1b": {"model": WIDE, "tokens": 512, "layout": {"pp": 2}},
@@ -31,11 +33,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "ep 2": {"model": {**WIDE, "architecture": "qwen3_moe", "num_layers": 2}, "tokens": 512, "layout": {"ep": 2}},
 }
 MAX_LOGIT_TOKENS = 512
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure(job: dict[str, Any], rank: int, rendezvous: str) -> dict[str, Any]:
@@ -46,6 +43,7 @@ def measure(job: dict[str, Any], rank: int, rendezvous: str) -> dict[str, Any]:
     from headrace.algorithms.fields import Minibatch, Totals
     from headrace.config.schema import ParallelConfig, TrainerConfig
     from headrace.model.load import prepare_model
+    from headrace.model.memory import PeakMemory
     from headrace.model.parallel.check import ModelShape
     from headrace.model.parallel.forecast import Pass, forecast
     from headrace.model.parallel.mesh import ParallelMesh, join_processes
@@ -54,11 +52,15 @@ def measure(job: dict[str, Any], rank: int, rendezvous: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     layout = ParallelConfig(**job.get("layout", {}))
-    tokens, dtype, recompute = job["tokens"], job.get("dtype", "float32"), job.get("recompute", False)
+    tokens, dtype = job["tokens"], job.get("dtype", "float32")
+    recompute = {
+        "activation_checkpointing": job.get("recompute", False),
+        "activation_budget_bytes": job.get("budget"),
+    }
     if layout.world_size > 1:
         join_processes(rank=rank, num_processes=layout.world_size, address=rendezvous, deadline_s=DEADLINE_S)
     warm_up()
-    baseline = resident_bytes()
+    memory = PeakMemory(torch.device("cpu"))
     architecture = job["model"].get("architecture", "llama")
     model = tiny_model(**{**job["model"], "architecture": architecture, "tied": False, "max_context": 16384})
     shape = ModelShape.of(model.config.to_dict())
@@ -85,26 +87,27 @@ def measure(job: dict[str, Any], rank: int, rendezvous: str) -> dict[str, Any]:
     )
     trainer: Any
     if layout.world_size == 1:
-        trainer = PolicyTrainer(loaded, config, num_steps=2, activation_checkpointing=recompute)
+        trainer = PolicyTrainer(loaded, config, num_steps=2, **recompute)
         stage = 0
     else:
         mesh = ParallelMesh.create(layout)
-        trainer = distributed.ParallelTrainer(loaded, config, mesh, num_steps=2, activation_checkpointing=recompute)
+        trainer = distributed.ParallelTrainer(loaded, config, mesh, num_steps=2, **recompute)
         stage = mesh.rank("pp")
     for _ in range(2):
         trainer.forward_backward(minibatch, algorithm)
         trainer.optim_step()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    growth = memory.growth()
+    if isinstance(growth, str):
+        raise SystemExit(f"peak memory is unknown: {growth}")
     work = Pass(
         num_tokens=tokens,
         max_logit_tokens=MAX_LOGIT_TOKENS,
         dtype=dtype,
-        activation_checkpointing=recompute,
+        **recompute,
         num_rows=2,
     )
     expected = forecast(layout, shape, work)[stage]
     parts = {name: getattr(expected, name) for name in expected.__dataclass_fields__ if name != "stage"}
-    growth = peak - baseline
     return {
         "rank": rank,
         "measured_bytes": growth,
@@ -160,7 +163,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             for worker in workers:
                 worker.kill()
     if any(worker.returncode for worker in workers):
-        raise SystemExit(f"a process failed: {[worker.returncode for worker in workers]}")
+        ends = [f"rank {rank} {how_it_ended(worker.returncode)}" for rank, worker in enumerate(workers)]
+        raise SystemExit(f"a process failed: {'; '.join(ends)}")
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import headrace
+from headrace.child_process import how_it_ended
 from headrace.config.schema import ArithmeticTasks
 from headrace.control.cursor import TaskCursor
 from headrace.environments.tasks import build_tasks
@@ -229,7 +230,7 @@ def watched(
         process.returncode = code = os.waitstatus_to_exitcode(status)  # Popen did not see it end
     wall_s = time.monotonic() - started_s
     if code != 0 and not (was_stopped and code == 130):
-        raise SideFailed(f"{what}: exit code {code}.{tail(log)}")
+        raise SideFailed(f"{what}: {how_it_ended(code)}.{tail(log)}")
     cpu_s, busy_after_s = usage.ru_utime + usage.ru_stime, busy_s()
     foreign_share = None
     if busy_before_s is not None and busy_after_s is not None:

@@ -21,7 +21,7 @@ from headrace.loop import Loop
 from headrace.monitor.fanout import build_sinks
 from headrace.monitor.health import HealthMonitor
 from headrace.monitor.progress import Progress
-from headrace.parts import Parts, Record
+from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
 from headrace.record.checkpoints import CheckpointStore
 from headrace.record.episodes import EpisodeWriter
@@ -76,6 +76,7 @@ def scripted_parts(
     engine: ScriptedEngine | None = None,
     trainer: ScriptedTrainer | None = None,
     thread: ScriptedThread | None = None,
+    writer: ScriptedThread | None = None,
     reward: ScriptedReward | None = None,
     judge: Callable[[Episode], ScoreResult] = by_member,
     held_out: Sequence[Task] = (),
@@ -146,6 +147,7 @@ def scripted_parts(
         canary=Canary(engine, score, (2, 65), bound=1e-3, trainer_checksums=lambda: {}, shares_weights=True),
         max_ratio_error=1e-3,
         watchdog=watchdog,
+        overlap=Overlap(thread=writer or thread, snapshot=trainer.snapshot) if config.checkpoint.overlap else None,
         record=record,
         sinks=sinks,
         progress=progress,

@@ -1,8 +1,9 @@
-"""What a child process of ours inherits: an allow-list of the environment, never its secrets."""
+"""What a child process of ours inherits (an allow-list of the environment, never its secrets), and how it ended."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 
@@ -27,3 +28,29 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         **(extra or {}),
     }
+
+
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
+_ASKED_TO_END = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT")
+
+
+def how_it_ended(returncode: int, *, lower: str = "") -> str:
+    """``exited with status 3``, or the signal that killed it and what that mostly means. A process that is killed says
+    nothing itself: whoever waited for it has to.
+
+    ``returncode``: as ``subprocess`` has it, minus the signal's number. ``lower``: what takes less memory, for SIGKILL.
+    """
+    if returncode >= 0:
+        return f"exited with status {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:  # a real-time signal
+        name = "a signal without a name"
+    killed = f"was killed by {name} (signal {-returncode})"
+    if name == "SIGKILL":
+        return f"{killed}: most likely the system was out of memory" + (f"; lower {lower}" if lower else "")
+    if name in _CRASHES:
+        return f"{killed}: it crashed outside of Python, in a library or for want of memory"
+    if name in _ASKED_TO_END:
+        return f"{killed}: somebody ended it, or a time limit, or a terminal that was closed"
+    return killed

@@ -2,6 +2,8 @@
 
 ``concurrent.futures`` joins its threads when the interpreter exits, so one hung step would keep a dead run alive for
 ever. This runner's thread is a daemon and is never joined: whoever waits sets the deadline (I19).
+
+Caller and runner take turns computing, so each lets go of its OpenMP workers before the other's turn (openmp.py).
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import queue
 import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+
+from headrace.openmp import release_workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,10 +48,12 @@ class DaemonThread:
                 result = function(*args, **kwargs)
             except BaseException as caught:  # handed to the waiter, whatever it is
                 error = caught
+            release_workers()
             # A closed loop has no waiter left to be told.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, future, result, error)
 
+        release_workers()
         self._jobs.put(job)
         return future
 

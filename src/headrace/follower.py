@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from headrace.checked import check_before_work, load_policy
 from headrace.config.load import restore_config
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.trainer.crew import follow, join_run
-from headrace.wiring import build_parallel_trainer, check_before_work, load_policy, num_threads
+from headrace.wiring import build_parallel_trainer, num_threads
 
 
 def main(arguments: list[str]) -> None:

@@ -47,7 +47,8 @@ Rules that hold here:
   order of keys. Deadlines apart, nothing in it depends on time.
 * Where an attempt fails (engine, environment, their deadlines; not its reward), the engine is asked for its health. If
   it is dead, the run ends with EngineDied, and the attempt stays 'in flight' in the books. If not, the attempt is
-  booked as failed, never scored, and on_failure says whether its member is tried again. It enters no baseline.
+  booked as failed, never scored, and on_failure says whether its member is tried again. Whatever the cause, an attempt
+  without a score enters no baseline.
 * Books before work: 'issued' is on disk before an attempt starts, 'trained' before its update is published; it is
   trained for good once a checkpoint of that update or a later one is complete. Commits are short and on this thread.
 * A checkpoint is cut right after a publish, whenever it is written. It names the groups that were in flight or
@@ -56,8 +57,8 @@ Rules that hold here:
 * The engine stays paused from a batch's first optimizer step (shared weights), or from update_weights (copied weights),
   until the canary has agreed, so that no token is served by weights that are not proved: at start and at every publish,
   unless guards.canary_every makes it rarer.
-* What raises here ends the run without a further checkpoint: a failed check (tokens, masks, ratio, canary, books,
-  error share), non-finite loss, gradient or weights (before they are published), a health check that says stop.
+* What raises here ends the run without a further checkpoint: a dead engine, a failed check (tokens, masks, ratio,
+  canary, books, error share), non-finite loss, gradient or weights (before they are published), a health check.
 * Ctrl-C (``stop``) ends the wait for rollouts, gives up evaluations, lets the update and publish of a complete batch
   finish, and checkpoints; ``headrace resume`` goes on. ``run.py`` prints that, and every error with what to do.
 """
@@ -149,6 +150,7 @@ class Loop:
                 for attempt in self._attempts.values():
                     attempt.cancel()
         await self._checkpoint()
+        await self.parts.settle_checkpoint(wait=True)
 
     def stop(self) -> None:
         """Ask the loop to end at the next safe point."""
@@ -181,6 +183,7 @@ class Loop:
         }
         self.parts.reporter.batch(batch, self.ended, metrics, self.parts.record.ledger, self.parts.trainer.step)
         self.ended = []
+        await self.parts.settle_checkpoint(wait=False)
         if checkpoint.every and self.batch_index % checkpoint.every == 0 and not is_last:
             await self._checkpoint()
 
@@ -336,7 +339,7 @@ class Loop:
             record.add(minibatch, metrics, parts.trainer.last_logprobs())
             if parts.shares_weights:
                 await self._pause_engine()
-            record.add_step(await parts.on_trainer(parts.trainer.optim_step, what=what, deadline_s=waits.optim_step_s))
+            record.add_step(await parts.optim_step(what))
         parts.record.ledger.train([e.key for e in batch.episodes if e.is_scored], batch.index + 1)
         for group in batch.groups:
             self.cursor.settle(group.id)
@@ -387,6 +390,7 @@ class Loop:
 
     async def _checkpoint(self) -> None:
         """Write what was cut at this version's publish."""
+        await self.parts.settle_checkpoint(wait=True)  # one at a time
         ledger, update = self.parts.record.ledger, self.batch_index
         if ledger.committed_update == update:
             return  # this very version is safe already

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.checked import check_before_work, load_policy
 from headrace.config.load import load_config
+from headrace.config.prompts import check_prompts
 from headrace.config.schema import RunConfig
 from headrace.control.watchdog import Watchdog
 from headrace.errors import ConfigError
@@ -21,7 +23,7 @@ from headrace.record.recorded_config import recorded_config
 from headrace.record.run_dir import read_run_info
 from headrace.trainer.weights import restore_model
 from headrace.types import PolicyVersion
-from headrace.wiring import build_engine, build_player, check_before_work, check_prompts, load_policy
+from headrace.wiring import build_engine, build_player
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +45,8 @@ def evaluate_checkpoint(
     num_samples: int | None = None,
 ) -> list[EvaluationResult]:
     """Evaluate ``target`` (a run, one of its checkpoints, or what model.path takes) and print a table; with
-    ``against``, both, compared in pairs by task. ``tasks_from``: the TOML file whose tasks, rewards and sampling to
-    use; without it those of the target's run. Raises ConfigError where none of that can be found."""
+    ``against``, both, compared in pairs by task. ``tasks_from``: the TOML file whose tasks, rewards, gold standard and
+    sampling to use; without it those of the target's run. Raises ConfigError where none of that can be found."""
     targets = [find_target(name) for name in (target, against) if name is not None]
     config = _tasks_config(targets, tasks_from)
     changes = {"num_tasks": num_tasks, "num_samples": num_samples}
@@ -107,11 +109,12 @@ async def _evaluate(config: RunConfig, target: Target) -> EvaluationResult:
     check_prompts(held_out, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
     engine = build_engine(config, policy, PolicyVersion(0, 0))
     watchdog = Watchdog(time.monotonic, config.guards.stall_min_s)
-    player = build_player(config, engine, policy, checked.reward, watchdog, time.monotonic)
+    player = build_player(config, engine, policy, checked.reward, watchdog, time.monotonic, checked.gold)
+    reward = checked.gold or checked.reward
     try:
-        await checked.reward.start()
+        await reward.start()
         tasks = [held_out[i] for i in range(len(held_out))]
         return await player.evaluate(tasks, config.evaluation, concurrency=config.rollout.max_concurrent)
     finally:
         await engine.close()
-        await checked.reward.close()
+        await reward.close()

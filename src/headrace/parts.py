@@ -14,6 +14,7 @@ from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
 from headrace.daemon_thread import DaemonThread
+from headrace.errors import HeadraceError
 from headrace.evaluation.gold import GoldCheck
 from headrace.evaluation.result import EvaluationResult
 from headrace.monitor.fanout import FanOut, SinkHealth
@@ -28,9 +29,11 @@ from headrace.record.metrics import MetricsWriter
 from headrace.record.run_dir import RunDirectory, write_atomically
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
+from headrace.supervised import SupervisedStream, counted_apart
 from headrace.trainer.crew import LeadingTrainer
 from headrace.trainer.plan import plan_update
 from headrace.trainer.trainer import PolicyTrainer
+from headrace.trainer.weights import Write
 from headrace.types import RolloutBatch, Task
 from headrace.weights.canary import Canary
 from headrace.weights.checksums import named_parameters
@@ -41,6 +44,8 @@ CLOSE_DEADLINE_S = 30.0
 """For an engine or a reward to let go of what it holds."""
 HEALTH_DEADLINE_S = 30.0
 """For an engine to say whether it lives."""
+NUM_MEMORY_REPORTS = 2
+"""After the first optimizer step, and after the first whose passes hold the optimizer's moments too."""
 
 
 @dataclass(kw_only=True)
@@ -69,6 +74,24 @@ class Record:
             raise errors[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """What it takes to write a checkpoint while the run goes on."""
+
+    thread: DaemonThread
+    snapshot: Callable[[], Write]
+    """Called on the trainer's thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writing:
+    """A checkpoint whose files are being written."""
+
+    number: int
+    call: asyncio.Future[None]
+    deadline_at_s: float
+
+
 @dataclass(kw_only=True)
 class Parts:
     """Everything a loop works with."""
@@ -94,11 +117,17 @@ class Parts:
     sinks: FanOut
     progress: Progress
     reporter: Reporter
+    overlap: Overlap | None = None
+    """None: the run waits for its checkpoints."""
     gold_check: GoldCheck | None = None
+    supervised: SupervisedStream | None = None
+    """What is imitated beside the rollouts."""
     restored: Mapping[str, Any] = field(default_factory=dict)
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
     _evaluation: asyncio.Task[EvaluationResult] | None = field(default=None, init=False)
     _evaluations_are_given_up: bool = field(default=False, init=False)
+    _num_memory_reports: int = field(default=0, init=False)
+    _writing: _Writing | None = field(default=None, init=False)
 
     @property
     def with_baseline(self) -> bool:
@@ -108,7 +137,7 @@ class Parts:
     @property
     def shares_weights(self) -> bool:
         """The engine reads the trainer's own storage, so it must not decode while an optimizer step writes."""
-        return self.config.engine.weights == "shared" and self.config.parallel.world_size == 1
+        return self.config.engine.shares_weights and self.config.parallel.world_size == 1
 
     async def wait(self, awaitable: Awaitable[T], *, waiter: str, on: str, what: str, deadline_s: float) -> T:
         """Await with a name and a deadline (I19)."""
@@ -125,12 +154,23 @@ class Parts:
         self.watchdog.progress(what)
         return result
 
+    async def optim_step(self, what: str) -> dict[str, float]:
+        """One optimizer step; the first that move weights are followed by what memory was needed."""
+        deadline_s = self.config.waits.optim_step_s
+        metrics = await self.on_trainer(self.trainer.optim_step, what=what, deadline_s=deadline_s)
+        if self._num_memory_reports < NUM_MEMORY_REPORTS and metrics.get("num_empty_steps") == 0.0:
+            uses = await self.on_trainer(self.trainer.memory, what=f"memory after {what}", deadline_s=deadline_s)
+            are_new = self._num_memory_reports == 0 and not self.restored
+            self.reporter.memory(uses, self.trainer.step, moments_are_new=are_new)
+            self._num_memory_reports += 1
+        return metrics
+
     # ------------------------------------------------------------- called on the trainer's thread
 
     def plan(self, batch: RolloutBatch) -> list[Minibatch]:
         """The batch's minibatches, in the order of their optimizer steps."""
         config = self.config
-        return plan_update(
+        plan = plan_update(
             batch,
             self.algorithm,
             self.trainer,
@@ -138,9 +178,11 @@ class Parts:
             max_new_tokens=config.sampling.max_new_tokens,
             seed=config.seed,
         )
+        return plan if self.supervised is None else self.supervised.mix(plan, batch.index)
 
     def forward_backward(self, minibatch: Minibatch) -> dict[str, float]:
-        return self.trainer.forward_backward(minibatch, self.algorithm)
+        metrics = self.trainer.forward_backward(minibatch, self.algorithm)
+        return metrics if self.supervised is None else counted_apart(metrics, minibatch)
 
     def publish(self) -> WeightUpdate:
         """The next version; with its tensors where the engine holds a copy."""
@@ -149,10 +191,10 @@ class Parts:
             return update
         return WeightUpdate(version=update.version, tensors=named_parameters(self.model))
 
-    def save_checkpoint(self, number: int, state: dict[str, Any]) -> None:
-        """Trainer, state and episodes of this moment, complete or not at all (I12)."""
+    def save_checkpoint(self, number: int, write: Write, state: dict[str, Any]) -> None:
+        """Trainer, state and episodes of one moment, complete or not at all (I12). With an overlap on its thread."""
         with self.record.checkpoints.writing(number) as folder:
-            self.trainer.save(folder)
+            write(folder)
             self.record.checkpoints.write_state(folder, state)
 
     # --------------------------------------------------------------------------- called by the loop
@@ -164,17 +206,46 @@ class Parts:
         return {"batch_index": number, "cursor": cursor, "ledger": self.record.ledger_store.position}
 
     async def write_checkpoint(self, number: int, state: dict[str, Any]) -> None:
-        """Order: books say 'cut' (they do in memory already), files, completeness marker, books say 'checkpoint'."""
+        """Order: books say 'cut' (they do in memory already), files, completeness marker, books say 'checkpoint'. With
+        an overlap this returns once the trainer's state is copied, and :meth:`settle_checkpoint` does the rest."""
+        self.record.ledger_store.commit()
+        deadline_s, what = self.config.waits.checkpoint_s, f"checkpoint {number}"
+        if self.overlap is None:
+            write = self.trainer.save
+            await self.on_trainer(self.save_checkpoint, number, write, state, what=what, deadline_s=deadline_s)
+            await self._book_checkpoint(number)
+            return
+        copy = await self.on_trainer(self.overlap.snapshot, what=f"copy for {what}", deadline_s=deadline_s)
+        call = self.overlap.thread.call(self.save_checkpoint, number, copy, state)
+        self._writing = _Writing(number=number, call=call, deadline_at_s=self.clock() + deadline_s)
+
+    async def settle_checkpoint(self, *, wait: bool) -> None:
+        """Where a checkpoint was written meanwhile, the books say so now. Raises what went wrong, or DeadlineError.
+        ``wait``: also where it is not complete yet."""
+        writing = self._writing
+        if writing is None:
+            return
+        left_s = max(0.001, writing.deadline_at_s - self.clock())
+        if not wait and not writing.call.done() and left_s > 0.001:
+            return
+        self._writing = None  # whatever comes of it is told once
+        what = f"checkpoint {writing.number} (being written for {self.config.waits.checkpoint_s - left_s:.0f} s)"
+        await self.wait(writing.call, waiter="loop", on="checkpoint writer", what=what, deadline_s=left_s)
+        await self._book_checkpoint(writing.number)
+
+    async def _book_checkpoint(self, number: int) -> None:
+        """It is complete: books, and the episodes up to here."""
         record, deadline_s = self.record, self.config.waits.checkpoint_s
-        record.ledger_store.commit()
-        what = f"checkpoint {number}"
-        await self.on_trainer(self.save_checkpoint, number, state, what=what, deadline_s=deadline_s)
         oldest = record.checkpoints.oldest()
         record.ledger.checkpoint(number, None if oldest is None else oldest.step)
         record.ledger_store.commit()
         segments = record.episodes.rotate()
         what = "compacting episodes"
-        await self.on_trainer(record.episodes.compact, segments, what=what, deadline_s=deadline_s)
+        if self.overlap is None:
+            await self.on_trainer(record.episodes.compact, segments, what=what, deadline_s=deadline_s)
+            return
+        call = self.overlap.thread.call(record.episodes.compact, segments)
+        await self.wait(call, waiter="loop", on="checkpoint writer", what=what, deadline_s=deadline_s)
 
     async def engine_is_healthy(self) -> bool:
         """False also where the engine does not even answer that."""
@@ -223,6 +294,12 @@ class Parts:
                 await self.wait(call, waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
             except DeadlineError as error:
                 self.progress.note(str(error))
+        try:
+            await self.settle_checkpoint(wait=True)
+        except HeadraceError as error:
+            self.progress.note(str(error))
+        if self.overlap is not None:
+            self.overlap.thread.stop()
         self.trainer_thread.stop()
         if isinstance(self.trainer, LeadingTrainer):
             self.trainer.close()

@@ -45,6 +45,8 @@ class EngineCapabilities:
     """Returns the log-probability of each sampled id under the distribution actually sampled from."""
     kept_ids: bool = False
     """Returns the kept-id sets of truncated sampling, so that the trainer can score the same distribution."""
+    routing_ids: bool = False
+    """Returns the experts that its routers chose for each token (mixture-of-experts models)."""
     version_spans: bool = True
     in_flight_updates: bool = False
     """Weights may change between two decode steps of one request."""
@@ -227,6 +229,8 @@ class AlgorithmNeeds:
     """It is a :class:`WholeMinibatchAlgorithm`: ``prepare`` is called before each minibatch's first pass."""
     greedy_baseline: bool = False
     """Each group needs a scored greedy reply, ``Group.baseline``."""
+    values: bool = False
+    """A critic's values; the algorithm is then a :class:`CriticAlgorithm`."""
 
 
 class Algorithm(Protocol):
@@ -238,7 +242,7 @@ class Algorithm(Protocol):
     @property
     def zero_advantage_means_zero_gradient(self) -> bool:
         """True where a sample whose advantages are all exactly 0 provably adds nothing to the gradient
-        (no KL, entropy or auxiliary term), so that its backward pass may be skipped."""
+        (no KL, entropy, critic or auxiliary term), so that its backward pass may be skipped."""
         ...
 
     def keep_group(self, group: Group) -> bool:
@@ -278,6 +282,33 @@ class WholeMinibatchAlgorithm(Protocol):
         ...
 
 
+@runtime_checkable
+class CriticAlgorithm(Algorithm, Protocol):
+    """An algorithm whose ``needs.values`` is True: it reads a critic's values and says what they should have been."""
+
+    def advantage(
+        self,
+        batch: RolloutBatch,
+        *,
+        proximal_logprobs: Sequence[Tensor] | None = None,
+        reference_logprobs: Sequence[Tensor] | None = None,
+        values: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """``values``: for each sample a float32 [T]; entry t is the value of the state in which id t was sampled."""
+        ...
+
+    def value_targets(
+        self,
+        batch: RolloutBatch,
+        *,
+        values: Sequence[Tensor],
+        proximal_logprobs: Sequence[Tensor] | None = None,
+        reference_logprobs: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """What the critic is trained towards: for each sample a float32 tensor [T], 0 where the mask is 0."""
+        ...
+
+
 class Trainer(Protocol):
     """The four verbs, plus forward, save and restore. Blocking: the loop calls it on the trainer's own thread."""
 
@@ -289,8 +320,9 @@ class Trainer(Protocol):
         """Optimizer steps done."""
         ...
 
-    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[Tensor]:
-        """Log-probabilities of ``samples``, each [T] in float32, 0 where the mask is 0. No gradient."""
+    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference", "critic"]) -> list[Tensor]:
+        """Log-probabilities of ``samples``, each [T] in float32, 0 where the mask is 0; of the critic: values. No
+        gradient."""
         ...
 
     def forward_backward(self, minibatch: Any, algorithm: Algorithm) -> dict[str, float]:

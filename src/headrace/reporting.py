@@ -11,9 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headrace.algorithms.fields import Minibatch
+from headrace.algorithms.values import explained_variance
 from headrace.control.ledger import Ledger
 from headrace.errors import HeadraceError
 from headrace.monitor.batch_metrics import batch_metrics
@@ -24,6 +26,7 @@ from headrace.protocols import Engine, EngineStats, Reward
 from headrace.record.episodes import EpisodeWriter, episode_record
 from headrace.record.metrics import MetricsWriter, read_metrics
 from headrace.record.spans import SpanWriter
+from headrace.trainer.memory import MemoryUse, memory_metrics, memory_text
 from headrace.types import AttemptKey, Episode, RolloutBatch, Sample, ScoreError
 
 _TRAIN = frozenset({"loss", "grad_norm", "learning_rate", "num_skipped_samples", "num_empty_steps", "num_samples"})
@@ -62,10 +65,18 @@ class TrainRecord:
         self.advantages: dict[str, Tensor] = {}
         self.logprobs: dict[str, Tensor] = {}
         self._values: dict[str, list[float]] = {}
+        self._critic: dict[str, tuple[Tensor, Tensor]] = {}
+        """Per sample: values at behaviour time and value targets, of the trained tokens."""
 
     def add(self, minibatch: Minibatch, metrics: Mapping[str, float], logprobs: Mapping[str, Tensor]) -> None:
         for sample, advantages_T in zip(minibatch.samples, minibatch.advantages, strict=True):
             self.advantages.setdefault(sample.id, advantages_T)
+        if minibatch.values is not None and minibatch.value_targets is not None:
+            for sample, value_T, target_T in zip(
+                minibatch.samples, minibatch.values, minibatch.value_targets, strict=True
+            ):
+                trained_T = torch.tensor(sample.mask, dtype=torch.bool) & (sample.stream == "rl")
+                self._critic.setdefault(sample.id, (value_T[trained_T], target_T[trained_T]))
         self.logprobs = {**logprobs, **self.logprobs}
         self.add_step(metrics)
 
@@ -77,14 +88,24 @@ class TrainRecord:
         """Named for metrics.jsonl: counts are summed over the steps, maxima are maxima, the rest is averaged."""
         merged: dict[str, float] = {}
         for name, values in self._values.items():
-            if name.startswith("num_"):
+            if name.rpartition("/")[2].startswith("num_"):
                 merged[name] = sum(values)
             elif "max" in name:
                 merged[name] = max(values)
             else:
                 merged[name] = fmean(values)
         largest = max((float(a.abs().max()) for a in self.advantages.values() if len(a)), default=0.0)
-        return named_train_metrics(merged) | {"train/advantage_max_abs": largest}
+        return named_train_metrics(merged) | self._critic_metrics() | {"train/advantage_max_abs": largest}
+
+    def _critic_metrics(self) -> dict[str, float]:
+        """How well the values of behaviour time foretold the returns, over the whole batch."""
+        values_N = torch.cat([value for value, _ in self._critic.values()]) if self._critic else torch.empty(0)
+        if not len(values_N):
+            return {}
+        targets_N = torch.cat([target for _, target in self._critic.values()])
+        named = {"critic/value_mean": float(values_N.mean()), "critic/return_mean": float(targets_N.mean())}
+        explained = explained_variance(values_N, targets_N)
+        return named if explained is None else named | {"critic/explained_variance": explained}
 
 
 class Reporter:
@@ -113,6 +134,8 @@ class Reporter:
         self._engine = engine
         self._reward = reward
         self._last_stats = engine.stats()
+        self._memory: dict[str, Any] = {}
+        """Goes into the next line."""
 
     def remember(self, run_path: Path, up_to_update: int) -> None:
         """Feed the health checks what a resumed run had recorded, so that their references reach back."""
@@ -155,6 +178,11 @@ class Reporter:
                 )
             )
 
+    def memory(self, uses: Sequence[MemoryUse], step: int, *, moments_are_new: bool) -> None:
+        """Tell what the processes have needed at their peaks: see ``memory_text``."""
+        self._progress.note(memory_text(uses, step, moments_are_new=moments_are_new))
+        self._memory = memory_metrics(uses)
+
     def batch(
         self,
         batch: RolloutBatch,
@@ -170,6 +198,8 @@ class Reporter:
         metrics |= batch_metrics(batch, attempted=attempted, success_threshold=self._reward.value_range[1])
         metrics |= extra
         metrics |= self._rates(extra)
+        metrics |= self._memory
+        self._memory = {}
         metrics |= {f"ledger/{name}": float(count) for name, count in ledger.summary().items()}
         alarms = self._health.update({**metrics, "step": update})
         metrics["health/alarms"] = [str(alarm) for alarm in alarms]
@@ -194,7 +224,8 @@ class Reporter:
             rates["rate/generated_tokens_per_s"] = generated / decode_s
         train_s = times.get("time/train_s", 0.0)
         if train_s > 0:
-            rates["rate/trained_tokens_per_s"] = times.get("train/num_tokens", 0.0) / train_s
+            num_tokens = times.get("train/num_tokens", 0.0) + times.get("supervised/num_tokens", 0.0)
+            rates["rate/trained_tokens_per_s"] = num_tokens / train_s
         step_s = times.get("time/step_s", 0.0)
         if step_s > 0:
             rates["rate/samples_per_s"] = times.get("train/num_samples", 0.0) / step_s

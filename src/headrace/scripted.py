@@ -31,6 +31,7 @@ from torch import Tensor
 
 from headrace.algorithms.fields import Minibatch
 from headrace.protocols import Algorithm, EngineCapabilities, EngineStats, Observation, WeightUpdate
+from headrace.trainer.memory import MemoryUse
 from headrace.types import (
     Episode,
     FinishReason,
@@ -262,7 +263,11 @@ class ScriptedTrainer:
     def optim_step(self) -> dict[str, float]:
         self._raise("optim_step")
         self.step += 1
-        return {"grad_norm": 1.0, "learning_rate": 1.0}
+        return {"grad_norm": 1.0, "learning_rate": 1.0, "num_empty_steps": 0.0}
+
+    def memory(self) -> list[MemoryUse]:
+        self._raise("memory")
+        return [MemoryUse(peak=self.step << 30, forecast="there is no model")]
 
     def publish(self) -> WeightUpdate:
         self._raise("publish")
@@ -270,8 +275,16 @@ class ScriptedTrainer:
         return WeightUpdate(version=self.version)
 
     def save(self, path: Path) -> None:
-        self._raise("save")
-        (path / "trainer.json").write_text(json.dumps({"version": list(self.version), "step": self.step}))
+        self.snapshot()(path)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        state = json.dumps({"version": list(self.version), "step": self.step})
+
+        def write(path: Path) -> None:
+            self._raise("save")
+            (path / "trainer.json").write_text(state)
+
+        return write
 
     def restore(self, path: Path) -> None:
         state = json.loads((path / "trainer.json").read_text())

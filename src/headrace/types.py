@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -132,6 +132,31 @@ class GenerationRequest:
     """A prefix-cache namespace: a fresh salt forces a cold cache (the canary of I6)."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingIds:
+    """The experts that an engine's routers chose for the first tokens of a sequence (mixture-of-experts models).
+
+    Held by reference only: it goes from the engine to the trainer with what holds it, is dropped with that, and is
+    written into no record. ``parts`` follow one another; each is a small-integer array [tokens, routers, experts of a
+    token], and a prompt's may be that of many requests.
+    """
+
+    parts: tuple[Any, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def span(self, start: int, end: int) -> RoutingIds:
+        """Of the tokens ``start`` (inclusive) to ``end`` (exclusive). Copies nothing."""
+        parts, offset = [], 0
+        for part in self.parts:
+            piece = part[max(0, start - offset) : max(0, end - offset)]
+            parts += [piece] if len(piece) else []
+            offset += len(part)
+        return RoutingIds(tuple(parts))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """Ids out. ``ids``, ``logprobs`` and, where sent, ``kept_ids`` have one entry per sampled token."""
@@ -143,6 +168,8 @@ class Generation:
     finish_reason: FinishReason
     kept_ids: tuple[tuple[int, ...], ...] | None = None
     """For truncated sampling: the ids that could have been sampled at each position, else None."""
+    routing: RoutingIds | None = field(default=None, repr=False, compare=False)
+    """Of every token that the engine has computed, prompt included: all but the last one of the reply."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.ids)
@@ -185,6 +212,8 @@ class Segment:
     logprobs: tuple[float, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
     kept_ids: tuple[tuple[int, ...], ...] | None = None
+    routing: RoutingIds | None = field(default=None, repr=False, compare=False)
+    """As in the Generation: from the root of the branch to the last but one id of this segment."""
 
     def __post_init__(self) -> None:
         if self.source is Source.POLICY:
@@ -194,7 +223,7 @@ class Segment:
                     "only ids that the engine sampled may be of source 'policy' (I2)"
                 )
             _check_spans(self.version_spans, len(self.ids), "policy segment")
-        elif self.logprobs or self.version_spans or self.kept_ids:
+        elif self.logprobs or self.version_spans or self.kept_ids or self.routing is not None:
             raise ValueError(f"a segment of source '{self.source}' cannot carry log-probabilities or versions (I2)")
 
 
@@ -229,6 +258,12 @@ class Trace:
                 path.append(node)
                 node = self.segments[node].parent
             yield tuple(reversed(path))
+
+    def without_routing(self) -> Trace:
+        """For where it travels: routing ids are large, and nobody but the trainer reads them."""
+        if all(segment.routing is None for segment in self.segments):
+            return self
+        return Trace(segments=tuple(replace(segment, routing=None) for segment in self.segments))
 
     @property
     def num_policy_tokens(self) -> int:
@@ -402,7 +437,8 @@ class Sample:
     truncated: bool = False
     """The episode ran into its token limit (overlong filtering and shaping read this)."""
     media_refs: tuple[str, ...] = ()
-    routing_ref: str | None = None
+    routing: RoutingIds | None = field(default=None, repr=False, compare=False)
+    """Of the first tokens of ``ids``, at least up to the one that predicts the last trained token."""
 
     def __post_init__(self) -> None:
         length = len(self.ids)
@@ -421,6 +457,13 @@ class Sample:
                 f"sample {self.id} of stream '{self.stream}' has {'a' if self.teacher_logprobs else 'no'} teacher: "
                 "supervised samples take none, distillation samples need one"
             )
+        if self.routing is not None:
+            needed = max((t for t, trained in enumerate(self.mask) if trained), default=0)
+            if not needed <= self.routing.num_tokens <= length:
+                raise ValueError(
+                    f"sample {self.id}: routing ids of {self.routing.num_tokens} tokens for {length} ids, of which the "
+                    f"first {needed} are fed to a training pass: the engine's record is out of step with its ids"
+                )
         if length and self.mask[0]:
             raise ValueError(f"sample {self.id}: the first id has no context and cannot be trained")
         if any(self.mask[: self.prefix_length]):

@@ -1,5 +1,4 @@
-"""Builds the parts of a run from its configuration, cheapest checks first: nothing is written and no model is loaded
-before everything that can be known to be wrong is known to be right.
+"""Builds the parts of a run from its checked configuration (checked.py).
 
 ``loop.py`` says what happens when; this file only says what is connected to what.
 """
@@ -10,38 +9,35 @@ import copy
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
 
-from headrace.algorithms.registry import build_algorithm
-from headrace.config.checks import AlgorithmTraits, check_config
+from headrace.checked import Checked, Policy, check_before_work, load_critic, load_policy
+from headrace.config.engines import VllmEngineConfig
 from headrace.config.load import resolved
+from headrace.config.prompts import check_prompts
 from headrace.config.schema import RunConfig
+from headrace.config.vllm_python import find_python
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.embedded import TransformersEngine
-from headrace.environments.registry import check_environments, make_environment
+from headrace.engines.vllm.client import VllmEngine
+from headrace.environments.registry import make_environment
 from headrace.environments.runner import EpisodeRunner
-from headrace.environments.tasks import TaskSplits, build_tasks
 from headrace.errors import ConfigError
 from headrace.evaluation.gold import GoldCheck, recorded_evaluations
-from headrace.model.load import LoadedModel, load_model
-from headrace.model.memory import keep_large_buffers
-from headrace.model.parallel.check import ModelShape, check_layout
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.paths import resolve_model_path
-from headrace.model.renderer import ChatRenderer, generation_eos_ids
 from headrace.monitor.fanout import build_sinks
 from headrace.monitor.health import HealthMonitor
 from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
-from headrace.parts import Parts, Record
+from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
-from headrace.protocols import Algorithm, Clock, Renderer, Reward, TaskSource
+from headrace.protocols import Clock, Engine, Reward, WeightUpdate
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.ledger_store import LedgerStore
@@ -50,113 +46,21 @@ from headrace.record.redact import redact
 from headrace.record.run_dir import RunDirectory, collect_run_info
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
-from headrace.rewards.build import build_rewards
-from headrace.rewards.composite import with_gold
+from headrace.supervised import SupervisedStream
 from headrace.trainer.crew import Followers, LeadingTrainer, join_run
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
+from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
 from headrace.weights.canary import Canary
 from headrace.weights.checksums import checksum, checksums, named_parameters
-from headrace.weights.inprocess import CopiedWeights, SharedWeights
+from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
+from headrace.weights.shared_memory import SharedMemorySender
 from headrace.weights.streamed import StreamedWeights
 
-NUM_CANARY_PROMPT_TOKENS = 8
-MAX_PROMPTS_CHECKED = 20_000
-"""Prompts rendered at start to find one that is too long; of more tasks, those with the longest text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What the configuration names, made without loading a model."""
-
-    config: RunConfig
-    splits: TaskSplits
-    algorithm: Algorithm
-    reward: Reward
-    gold: Reward | None = None
-    """Reward and gold standard together, for evaluations: the value is the reward's, gold is a component."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """A loaded model, and the renderer that speaks its ids."""
-
-    loaded: LoadedModel
-    renderer: ChatRenderer
-
-
-def check_before_work(config: RunConfig) -> Checked:
-    """All that can be refused without loading a model. Raises ConfigError and its kin."""
-    algorithm = build_algorithm(
-        config.algorithm,
-        asynchronous=config.rollout.max_staleness > 0,
-        max_new_tokens=config.sampling.max_new_tokens,
-        min_group_size=config.rollout.min_group_size,
-    )
-    composed = getattr(algorithm, "resolved", None)  # a third party's algorithm knows its own options
-    check_config(
-        config,
-        algorithm=AlgorithmTraits(
-            group_relative=getattr(composed, "is_group_relative", False),
-            dynamic_sampling=getattr(composed, "dynamic_sampling", True),
-            ratio_is_one=getattr(composed, "ratio_is_one_on_one_step", True),
-        ),
-    )
-    folder = Path(resolve_model_path(config.model.path)).expanduser()
-    if config.parallel.world_size > 1 and folder.is_dir():
-        check_layout(config.parallel, ModelShape.of_folder(folder))
-    if config.parallel.world_size > 1 and algorithm.needs.prepare:
-        raise ConfigError(
-            f"algorithm '{config.algorithm.preset}' chooses tokens or weights over a whole minibatch, which several "
-            "processes cannot do yet; set all axes of [parallel] to 1, or take algorithm.selection and "
-            "correction.batch_normalised away"
-        )
-    splits = build_tasks(config.tasks)
-    check_environments([splits.train, splits.held_out])
-    evaluation = config.evaluation
-    if (evaluation.every or evaluation.at_start or evaluation.at_end) and not len(splits.held_out):
-        raise ConfigError(
-            "evaluation is on, but there are no held-out tasks; set tasks.held_out_path or tasks.held_out_fraction, "
-            "or turn evaluation.every, at_start and at_end off"
-        )
-    reward = build_rewards(config.rewards)
-    if getattr(composed, "refuses_negative_rewards", False) and reward.value_range[0] < 0:
-        raise ConfigError(
-            f"reward '{reward.name}' ranges from {reward.value_range[0]}, and algorithm '{config.algorithm.preset}' "
-            "divides by the mean reward of a group: use rewards from 0 up, or another algorithm"
-        )
-    gold = None
-    if config.gold is not None:
-        gold = with_gold(reward, build_rewards(config.gold.rewards, where="gold.rewards"))
-    return Checked(config=config, splits=splits, algorithm=algorithm, reward=reward, gold=gold)
-
-
-def load_policy(config: RunConfig) -> Policy:
-    """The model that the run starts from."""
-    keep_large_buffers()
-    path = resolve_model_path(config.model.path)
-    loaded = load_model(path, config.model.dtype, lora=config.model.lora, seed=config.seed)
-    return Policy(
-        loaded=loaded,
-        renderer=ChatRenderer(loaded.tokenizer, config.model.chat_template, generation_eos_ids(path)),
-    )
-
-
-def check_prompts(tasks: TaskSource, renderer: Renderer, config: RunConfig, max_context: int) -> None:
-    """Refuse a prompt that leaves no room for its reply, before any work. Raises ConfigError naming the task."""
-    indices: Sequence[int] = range(len(tasks))
-    if len(tasks) > MAX_PROMPTS_CHECKED:
-        indices = sorted(indices, key=lambda i: -len(str(tasks[i].messages)))[:MAX_PROMPTS_CHECKED]
-    for i in indices:
-        num_tokens = len(renderer.render(tasks[i].messages))
-        if num_tokens + config.sampling.max_new_tokens > max_context:
-            raise ConfigError(
-                f"the prompt of task {tasks[i].id!r} has {num_tokens} tokens; with sampling.max_new_tokens = "
-                f"{config.sampling.max_new_tokens} that exceeds the context of {max_context} tokens. Shorten or remove "
-                "the task, or lower sampling.max_new_tokens: headrace never cuts a prompt"
-            )
+NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40}
+"""By engine. vLLM's prefix cache finds whole blocks of 32 tokens, so a shorter prompt would never be found in it."""
 
 
 def num_threads(config: RunConfig) -> tuple[int, int]:
@@ -169,22 +73,57 @@ def num_threads(config: RunConfig) -> tuple[int, int]:
 
 
 def build_engine(
-    config: RunConfig, policy: Policy, version: PolicyVersion, carrier: StreamedWeights | None = None
-) -> TransformersEngine:
-    """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes."""
-    make_carrier = SharedWeights if config.engine.weights == "shared" else CopiedWeights
+    config: RunConfig,
+    policy: Policy,
+    version: PolicyVersion,
+    carrier: StreamedWeights | None = None,
+    log_path: Path | None = None,
+) -> TransformersEngine | VllmEngine:
+    """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes;
+    ``log_path``: for what an engine in another process prints."""
     engine_threads, _ = num_threads(config)
+    if isinstance(config.engine, VllmEngineConfig):
+        return _build_vllm(config, config.engine, policy, version, carrier, log_path)
+    make_carrier = SharedWeights if config.engine.shares_weights else CopiedWeights
     return TransformersEngine(
         carrier or make_carrier(policy.loaded.model, version),
         config.engine.model_copy(update={"num_threads": engine_threads}),
         vocab_size=policy.loaded.vocab_size,
         decode=policy.renderer.decode,
+        record_routing=config.trainer.router_replay,
+    )
+
+
+def _build_vllm(
+    config: RunConfig,
+    engine: VllmEngineConfig,
+    policy: Policy,
+    version: PolicyVersion,
+    carrier: StreamedWeights | None,
+    log_path: Path | None,
+) -> VllmEngine:
+    """It starts from the weights of ``carrier``, else from the trainer's own: they are read at the first call, which
+    the loop makes before any optimizer step."""
+    engine_threads, _ = num_threads(config)
+    model = carrier.model if carrier is not None else policy.loaded.model
+    return VllmEngine(
+        engine.model_copy(update={"num_threads": engine_threads}),
+        SharedMemorySender(),
+        WeightUpdate(version=version, tensors=named_parameters(model)),
+        python=find_python(engine.python),
+        model=Path(resolve_model_path(config.model.path)).expanduser(),
+        dtype=config.model.dtype,
+        vocab_size=policy.loaded.vocab_size,
+        decode=policy.renderer.decode,
+        max_context=policy.loaded.max_context,
+        log_path=log_path,
+        make_update_error=WeightUpdateError,
     )
 
 
 def build_player(
     config: RunConfig,
-    engine: TransformersEngine,
+    engine: Engine,
     policy: Policy,
     reward: Reward,
     watchdog: Watchdog,
@@ -220,12 +159,14 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
     policy = load_policy(config)
     for source in (checked.splits.train, checked.splits.held_out):
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
+    limit = policy.loaded.max_context
+    supervised = SupervisedStream.build(checked.conversations, config, policy.renderer, limit)
     trainer, carrier = _build_trainer(checked, policy)
     try:
         run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
         try:
             record, checkpoint = _open_record(checked, trainer, run_dir, clock)
-            return _connect(checked, policy, trainer, carrier, record, checkpoint, clock)
+            return _connect(checked, policy, trainer, carrier, supervised, record, checkpoint, clock)
         except BaseException:
             run_dir.close()
             raise
@@ -245,11 +186,14 @@ def _build_trainer(
     """The trainer; with several processes also the engine's weights, copied before the model is split."""
     config = checked.config
     if config.parallel.world_size == 1:
-        return PolicyTrainer(policy.loaded, config.trainer, **_trainer_options(checked)), None
+        critic = load_critic(config, policy)
+        return PolicyTrainer(policy.loaded, config.trainer, critic=critic, **_trainer_options(checked)), None
+    Routers.of(policy.loaded.model, config.trainer)  # refuses what this model cannot have, before any process starts
     carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
     followers = Followers(config)
     try:
-        verbs = join_run(config, 0, followers.address)
+        with followers.explained():
+            verbs = join_run(config, 0, followers.address)
         own = build_parallel_trainer(checked, policy, ParallelMesh.create(config.parallel))
     except BaseException:
         followers.stop()
@@ -264,10 +208,12 @@ def build_parallel_trainer(checked: Checked, policy: Policy, mesh: ParallelMesh)
 
 def _trainer_options(checked: Checked) -> _TrainerOptions:
     config = checked.config
+    num_frozen_batches = 0 if config.critic is None else config.critic.warmup_batches
     return {
-        "num_steps": config.trainer.num_batches * num_steps_per_batch(config.trainer),
+        "num_steps": (config.trainer.num_batches - num_frozen_batches) * num_steps_per_batch(config.trainer),
         "with_reference": checked.algorithm.needs.reference,
         "activation_checkpointing": config.model.activation_checkpointing,
+        "activation_budget_bytes": config.model.activation_budget_bytes,
     }
 
 
@@ -275,6 +221,7 @@ class _TrainerOptions(TypedDict):
     num_steps: int
     with_reference: bool
     activation_checkpointing: bool
+    activation_budget_bytes: int | None
 
 
 def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
@@ -284,7 +231,7 @@ def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
         name=config.name,
         config=resolved(config),
         seeds={"run": config.seed},
-        dataset_fingerprints=_fingerprints(checked.splits),
+        dataset_fingerprints=_fingerprints(checked),
         extra={
             "num_threads": {"engine": engine_threads, "trainer": trainer_threads},
             "num_parameters": sum(p.numel() for p in policy.loaded.model.parameters()),
@@ -294,18 +241,22 @@ def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
     return RunDirectory.create(config.run_dir, info)
 
 
-def _fingerprints(splits: TaskSplits) -> dict[str, str]:
-    return {"train": splits.train.fingerprint, "held_out": splits.held_out.fingerprint}
+def _fingerprints(checked: Checked) -> dict[str, str]:
+    found = {"train": checked.splits.train.fingerprint, "held_out": checked.splits.held_out.fingerprint}
+    return found if checked.conversations is None else {**found, "supervised": checked.conversations.fingerprint}
 
 
 def _open_record(
     checked: Checked, trainer: PolicyTrainer | LeadingTrainer, run_dir: RunDirectory, clock: Clock
 ) -> tuple[Record, Checkpoint | None]:
     """Restore the newest complete checkpoint, replay the books up to it, and open a lineage."""
-    if run_dir.info["dataset_fingerprints"] != _fingerprints(checked.splits):
+    recorded, now = run_dir.info["dataset_fingerprints"], _fingerprints(checked)
+    if recorded != now:
+        tasks_differ = any(recorded.get(side) != now[side] for side in ("train", "held_out"))
+        what = "tasks" if tasks_differ else "rows of supervised_data"
         raise ConfigError(
-            f"the tasks are not those that the run in {run_dir.path} was started with (fingerprints differ): a resume "
-            "would skip some and repeat others. Bring the old tasks back, or start a new run"
+            f"the {what} are not those that the run in {run_dir.path} was started with (fingerprints differ): a "
+            "resume would skip some and repeat others. Bring the old ones back, or start a new run"
         )
     checkpoints = CheckpointStore(run_dir.checkpoints_path, checked.config.checkpoint.keep)
     checkpoint = checkpoints.latest()
@@ -333,6 +284,7 @@ def _connect(
     policy: Policy,
     trainer: PolicyTrainer | LeadingTrainer,
     carrier: StreamedWeights | None,
+    supervised: SupervisedStream | None,
     record: Record,
     checkpoint: Checkpoint | None,
     clock: Clock,
@@ -340,7 +292,7 @@ def _connect(
     config = checked.config
     if carrier is not None and isinstance(trainer, LeadingTrainer):
         carrier.receive(trainer.current_weights())
-    engine = build_engine(config, policy, trainer.version, carrier)
+    engine = build_engine(config, policy, trainer.version, carrier, record.run_dir.path / "engine.log")
     watchdog = _watchdog(config, clock)
     _, trainer_threads = num_threads(config)
     trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
@@ -349,7 +301,6 @@ def _connect(
         return [t.tolist() for t in await trainer_thread.call(trainer.forward, samples)]
 
     bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
-    canary_prompt = policy.renderer.render(checked.splits.train[0].messages)[:NUM_CANARY_PROMPT_TOKENS]
     sinks = build_sinks(config.monitor, record.run_dir.path, config.name, redact(resolved(config)))
     progress = Progress(config.trainer.num_batches, title=config.name, enabled=config.monitor.progress)
     reporter = Reporter(
@@ -375,6 +326,7 @@ def _connect(
         player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
         reward=checked.gold or checked.reward,
         gold_check=None if checked.gold is None else _gold_check(record.run_dir.path, trainer.version.number),
+        supervised=supervised,
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,
@@ -382,10 +334,10 @@ def _connect(
         canary=Canary(
             engine,
             score,
-            canary_prompt,
+            _canary_prompt(checked, policy),
             bound=bound,
             trainer_checksums=lambda: _trainer_checksums(trainer, policy),
-            shares_weights=config.engine.weights == "shared" and carrier is None,
+            shares_weights=config.engine.shares_weights and carrier is None,
         ),
         max_ratio_error=bound,
         watchdog=watchdog,
@@ -393,8 +345,22 @@ def _connect(
         sinks=sinks,
         progress=progress,
         reporter=reporter,
+        overlap=_overlap(config, trainer),
         restored=checkpoint.state() if checkpoint is not None else {},
     )
+
+
+def _canary_prompt(checked: Checked, policy: Policy) -> Sequence[int]:
+    """The first task's prompt, repeated or cut to the length that the engine's cache needs."""
+    num_tokens = NUM_CANARY_PROMPT_TOKENS[checked.config.engine.type]
+    prompt = policy.renderer.render(checked.splits.train[0].messages)
+    return (prompt * num_tokens)[:num_tokens]
+
+
+def _overlap(config: RunConfig, trainer: PolicyTrainer | LeadingTrainer) -> Overlap | None:
+    if not config.checkpoint.overlap or isinstance(trainer, LeadingTrainer):
+        return None
+    return Overlap(thread=DaemonThread("headrace-checkpoint"), snapshot=trainer.snapshot)
 
 
 def _watchdog(config: RunConfig, clock: Clock) -> Watchdog:

@@ -29,6 +29,7 @@ def run(model: Path, output_dir: Path, *, rollout: dict[str, Any] | None = None,
             "rewards": [{"type": f"{__name__}:starts_low"}],
             "sampling": {"max_new_tokens": 4},
             "algorithm": algorithm,
+            "critic": {"type": "shared", "learning_rate": 1e-3} if algorithm["preset"] == "ppo_critic" else None,
             "trainer": {"num_batches": 2, "num_minibatches": 2, "learning_rate": 1e-3},
             "rollout": {"groups_per_batch": 4, "group_size": 4, **(rollout or {})},
             "checkpoint": {"every": 0},
@@ -43,7 +44,7 @@ def starts_low(answer: str, task: Any) -> float:
     return float(answer[:1] < "P")
 
 
-IN_EVERY_RUN = ("remax", "topr", "clip_cov")
+IN_EVERY_RUN = ("remax", "topr", "clip_cov", "ppo_critic")
 """What each asks of the loop and the trainer is its own; the others are slow for what they show."""
 
 

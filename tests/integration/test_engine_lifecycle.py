@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.config.schema import TransformersEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.engines import EngineError, RequestError, TransformersEngine
 from headrace.protocols import Engine, WeightUpdate
 from headrace.testing import tiny_model, tiny_tokenizer

@@ -12,6 +12,7 @@ import torch
 from loop_runs import assert_same_weights, books, last_weights, small_config, surviving, tokens_by_attempt
 
 from headrace.algorithms.registry import build_algorithm
+from headrace.checked import Policy, load_policy
 from headrace.config.schema import RunConfig
 from headrace.control.cursor import TaskCursor
 from headrace.control.samples import samples_from_episode
@@ -37,7 +38,7 @@ from headrace.types import (
     Trace,
     Turn,
 )
-from headrace.wiring import Policy, build_engine, load_policy
+from headrace.wiring import build_engine
 
 
 async def sequential(config: RunConfig) -> dict[str, torch.Tensor]:

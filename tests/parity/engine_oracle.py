@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headrace.config.schema import TransformersEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.engines import TransformersEngine
 from headrace.model.attention import ATTENTION_NAME
 from headrace.testing import tiny_model
@@ -47,13 +47,13 @@ def generate(engine: TransformersEngine, requests: Sequence[GenerationRequest]) 
 
 @torch.no_grad()
 def plain_logits(model: Any, ids: Sequence[int], num_prompt: int) -> torch.Tensor:
-    """Logits [T, VOCAB] in float32 that predict ``ids[num_prompt:]``, by transformers' eager attention."""
+    """Logits [T, VOCAB], in float32 or float64, that predict ``ids[num_prompt:]``, by transformers' eager attention."""
     model.set_attn_implementation("eager")
     try:
         logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0, num_prompt - 1 : -1, :VOCAB]
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
-    return logits.float()
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def reply_logprobs(model: Any, asked: GenerationRequest, reply: Generation) -> torch.Tensor:

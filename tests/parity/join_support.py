@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.algorithms import ComposedAlgorithm, build_algorithm
 from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields, Totals
+from headrace.config.critic import CriticConfig
 from headrace.config.schema import AlgorithmConfig
 from headrace.types import (
     AttemptKey,
@@ -96,9 +97,9 @@ def leaves(rows: Nested, mask: Mask) -> list[Tensor]:
 # ----------------------------------------------------------------------------------------------------- running
 
 
-def build(max_new_tokens: int = 6, **config: Any) -> ComposedAlgorithm:
+def build(max_new_tokens: int = 6, *, critic: CriticConfig | None = None, **config: Any) -> ComposedAlgorithm:
     algorithm = build_algorithm(
-        AlgorithmConfig.model_validate(config), asynchronous=False, max_new_tokens=max_new_tokens
+        AlgorithmConfig.model_validate(config), asynchronous=False, max_new_tokens=max_new_tokens, critic=critic
     )
     assert isinstance(algorithm, ComposedAlgorithm)
     return algorithm
@@ -233,12 +234,12 @@ def advantages_in_float64() -> Iterator[None]:
             torch.set_default_dtype(before)
 
 
-def advantages(algorithm: ComposedAlgorithm, rollout: Rollout) -> Nested:
-    """Of the whole rollout batch, through ``ComposedAlgorithm.advantage``."""
+def advantages(algorithm: ComposedAlgorithm, rollout: Rollout, values: Nested | None = None) -> Nested:
+    """Of the whole rollout batch, through ``ComposedAlgorithm.advantage``; ``values``: a critic's."""
     batch, mask = rollout.batch, rollout.batch.mask
-    logprobs: dict[str, Any] = {}
+    logprobs: dict[str, Any] = {} if values is None else {"values": leaves(values, mask)}
     if algorithm.resolved.kl_in_reward:
-        logprobs = {"proximal_logprobs": leaves(batch.old, mask), "reference_logprobs": leaves(batch.ref, mask)}
+        logprobs |= {"proximal_logprobs": leaves(batch.old, mask), "reference_logprobs": leaves(batch.ref, mask)}
     with advantages_in_float64():
         found = algorithm.advantage(rollout_batch(rollout), **logprobs)
     rounded = algorithm.advantage(rollout_batch(rollout), **logprobs)

@@ -25,9 +25,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from headrace.algorithms.fields import LossOutput, Minibatch, Totals
+from headrace.child_process import how_it_ended
 from headrace.config.schema import ParallelConfig, TrainerConfig
 from headrace.model.load import LoadedModel, prepare_model
-from headrace.model.parallel.check import ParallelError
+from headrace.model.parallel.check import ModelShape, ParallelError
+from headrace.model.parallel.forecast import Pass, forecast
 from headrace.model.parallel.mesh import ParallelMesh, join_processes
 from headrace.model.parallel.state import like
 from headrace.protocols import AlgorithmNeeds
@@ -35,8 +37,9 @@ from headrace.testing import Reinforce, compute_in_float64, make_sample, tiny_mo
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.trainer.weights import NonFiniteError
-from headrace.types import Sample
+from headrace.types import RoutingIds, Sample
 
+Tensors = dict[str, torch.Tensor]
 DEADLINE_S = 60.0
 VOCAB = 64
 TOKENIZER = tiny_tokenizer("".join(chr(c) for c in range(ord("A"), ord("A") + VOCAB - 9)))
@@ -72,6 +75,16 @@ def make_samples(num_groups: int = 4, seed: int = 0) -> tuple[Sample, ...]:
             )
     samples.append(make_sample([5, 6, 7], [3, 4], group=0, member=0, branch=1, prefix_key="rewritten"))
     return tuple(samples)
+
+
+def with_routing(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+    """Two random experts for every token and each of two layers; equal for the equal prompts of a group."""
+    recorded = []
+    for sample in samples:
+        generator = torch.Generator().manual_seed(sample.key.group)
+        ids = torch.rand(64, 2, 4, generator=generator).argsort(-1)[: len(sample.ids), :, :2]
+        recorded.append(replace(sample, routing=RoutingIds((ids.to(torch.uint8),))))
+    return tuple(recorded)
 
 
 def algorithm_of(samples: tuple[Sample, ...]) -> Reinforce:
@@ -131,6 +144,8 @@ def worst(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> float:
 def parity(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     """I4: log-probabilities, loss, gradients, norm, and weights after three steps of SGD and of AdamW."""
     samples = make_samples(job.get("groups", 4))
+    if job.get("trainer", {}).get("router_replay"):
+        samples = with_routing(samples)
     algorithm = algorithm_of(samples)
     minibatch = minibatch_of(samples, algorithm)
     fast = {
@@ -250,7 +265,8 @@ def faults(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
-    """Saved in one layout, restored in others: weights, moments and the next step are those of one process."""
+    """Saved in one layout, restored in others and in one process, and the other way round: weights, moments and the
+    next step are those of one process."""
     samples = make_samples()
     algorithm = algorithm_of(samples)
     minibatch = minibatch_of(samples, algorithm)
@@ -260,8 +276,12 @@ def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
             trainer.forward_backward(minibatch, algorithm)
             trainer.optim_step()
     saver.publish()
-    folder = Path(job["folder"])
+    folder, folder_of_one = Path(job["folder"]), Path(job["folder"] + " of one")
     saver.save(folder)
+    alone.publish()
+    if dist.get_rank() == 0:
+        alone.save(folder_of_one)
+    dist.barrier()
     moments = {
         field: {n: alone._weights.optimizer.state[m][field].clone() for n, m in alone._weights.masters.items()}
         for field in ("exp_avg", "exp_avg_sq")
@@ -269,11 +289,13 @@ def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     weights = {n: p.detach().clone() for n, p in alone._model.named_parameters()}
     alone.forward_backward(minibatch, algorithm)
     alone.optim_step()
-    results: dict[str, Any] = {}
-    for name, layout in job["restore"].items():
+    results: dict[str, Any] = {"one process": restored_alone(folder, job, weights, moments, alone)}
+    saved = {name: (layout, folder) for name, layout in job["restore"].items()}
+    saved["from one process"] = (job["layout"], folder_of_one)
+    for name, (layout, path) in saved.items():
         other = ParallelMesh.create(ParallelConfig(**layout))
         trainer = many_processes({**job, "seed": 1}, other)
-        trainer.restore(folder)
+        trainer.restore(path)
         assert trainer.version.number == 1 and trainer.step == 2
         parameters = trainer._weights.parameters
         found = {"weights": worst(dict(parameters), weights)}
@@ -291,13 +313,39 @@ def checkpoint(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
+def restored_alone(
+    folder: Path, job: dict[str, Any], weights: Tensors, moments: dict[str, Tensors], next_step: PolicyTrainer
+) -> dict[str, float]:
+    """The checkpoint of several processes in one; ``next_step`` has made the step that this one makes now."""
+    samples = make_samples()
+    algorithm = algorithm_of(samples)
+    trainer = one_process({**job, "seed": 1})
+    trainer.restore(folder)
+    assert trainer.version.number == 1 and trainer.step == 2
+    found = {"weights": worst(dict(trainer._model.named_parameters()), weights)}
+    states = {name: trainer._weights.optimizer.state[master] for name, master in trainer._weights.masters.items()}
+    assert all(float(state["step"]) == 2 for state in states.values())
+    for field, expected in moments.items():
+        found[field] = worst({name: state[field] for name, state in states.items()}, expected)
+    trainer.forward_backward(minibatch_of(samples, algorithm), algorithm)
+    trainer.optim_step()
+    return found | {
+        "next_step": worst(dict(trainer._model.named_parameters()), dict(next_step._model.named_parameters()))
+    }
+
+
 def extras(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     """The frozen reference, recomputed activations, and bfloat16 over float32 masters, against one process."""
     samples = make_samples()
     algorithm = algorithm_of(samples)
     minibatch = minibatch_of(samples, algorithm)
     alone = PolicyTrainer(load(job), trainer_config(job), num_steps=10, with_reference=True)
-    together = many_processes(job, mesh, with_reference=True, activation_checkpointing=True)
+    recompute = (
+        {"activation_budget_bytes": budget(mesh, job)} if job["by_budget"] else {"activation_checkpointing": True}
+    )
+    together = many_processes(job, mesh, with_reference=True, **recompute)
+    layers = together._stage.model.model.layers
+    assert [getattr(layer, "gradient_checkpointing", False) for layer in layers].count(True) == job["recomputed"]
     start = alone.forward(samples)
     expected = alone.forward_backward(minibatch, algorithm)
     found = together.forward_backward(minibatch, algorithm)
@@ -311,6 +359,14 @@ def extras(mesh: ParallelMesh, job: dict[str, Any]) -> dict[str, Any]:
     pairs = zip(together.forward(samples), start, strict=True)
     results["moved"] = max(float((a - b).abs().max()) for a, b in pairs)
     return results
+
+
+def budget(mesh: ParallelMesh, job: dict[str, Any]) -> int:
+    """The largest that makes something to be recomputed."""
+    config = trainer_config(job)
+    shape = ModelShape.of(load(job).model.config.to_dict())
+    work = Pass(num_tokens=config.max_microbatch_tokens, max_logit_tokens=config.max_logit_tokens, dtype=job["dtype"])
+    return forecast(mesh.config, shape, work)[mesh.rank("pp")].activations_bytes - 1
 
 
 CHECKS = {f.__name__: f for f in (parity, publish, uneven, faults, checkpoint, extras)}
@@ -386,7 +442,8 @@ def run(jobs: dict[str, dict[str, Any]], processes: int, deadline_s: float) -> d
                 log.close()
         texts = [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(processes)]
         done = (folder / "results.json").read_text() if (folder / "results.json").exists() else "none"
-        assert codes == [0] * processes, f"exit codes {codes}\n" + "\n---\n".join(texts) + f"\ndone before: {done}"
+        ends = [how_it_ended(code) if code is not None else "took too long" for code in codes]
+        assert codes == [0] * processes, f"they {ends}\n" + "\n---\n".join(texts) + f"\ndone before: {done}"
         loaded: dict[str, Any] = json.loads((folder / "results.json").read_text())
         return loaded
 

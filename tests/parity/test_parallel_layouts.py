@@ -17,6 +17,9 @@ COMPARED = ("loss", "gradient", "norm", "weights_sgd", "weights_adamw", "logprob
 
 Job = dict[str, Any]
 
+BALANCED = {"router_aux_coefficient": 0.5}
+REPLAYED = {"router_replay": True}
+
 ONE_AXIS: dict[str, Job] = {
     "dp_replicate": {"model": "llama-tied", "layout": {"dp_replicate": 2}},
     "dp_shard": {"model": "llama-tied", "layout": {"dp_shard": 2}},
@@ -26,6 +29,9 @@ ONE_AXIS: dict[str, Job] = {
     "pp, 1f1b": {"model": "llama-tied", "layout": {"pp": 2, "pp_schedule": "1f1b"}},
     "cp": {"model": "llama-tied", "layout": {"cp": 2}},
     "ep": {"model": "qwen3-moe", "layout": {"ep": 2}},
+    "ep, balanced": {"model": "qwen3-moe", "layout": {"ep": 2}, "trainer": BALANCED},
+    "tp, balanced": {"model": "qwen3-moe", "layout": {"tp": 2}, "trainer": BALANCED},
+    "cp, balanced, replayed": {"model": "qwen3-moe", "layout": {"cp": 2}, "trainer": BALANCED | REPLAYED},
 }
 PAIRS: dict[str, Job] = {
     "dp_shard x tp": {"model": "qwen3-untied", "layout": {"dp_shard": 2, "tp": 2}},
@@ -35,6 +41,11 @@ PAIRS: dict[str, Job] = {
     "tp x pp": {"model": "qwen3-untied", "layout": {"tp": 2, "pp": 2}},
     "tp x cp": {"model": "qwen3-untied", "layout": {"tp": 2, "cp": 2}},
     "tp x ep": {"model": "qwen3-moe", "layout": {"tp": 2, "ep": 2}},
+    "pp x ep, balanced, replayed": {
+        "model": "qwen3-moe",
+        "layout": {"pp": 2, "ep": 2},
+        "trainer": BALANCED | REPLAYED,
+    },
 }
 MORE_PAIRS: dict[str, Job] = {
     "dp_replicate x dp_shard": {"model": "llama-tied", "layout": {"dp_replicate": 2, "dp_shard": 2}},
@@ -48,6 +59,13 @@ MORE_PAIRS: dict[str, Job] = {
     "tp 4": {"model": "qwen3-untied", "layout": {"tp": 4}},
     "cp 4": {"model": "qwen3-untied", "layout": {"cp": 4}},
     "ep 4": {"model": "qwen3-moe", "layout": {"ep": 4}},
+    "dp_shard x ep, balanced": {"model": "qwen3-moe", "layout": {"dp_shard": 2, "ep": 2}, "trainer": BALANCED},
+    "tp x ep, balanced": {"model": "qwen3-moe", "layout": {"tp": 2, "ep": 2}, "trainer": BALANCED},
+    "cp x tp, balanced, replayed": {
+        "model": "qwen3-moe",
+        "layout": {"cp": 2, "tp": 2},
+        "trainer": BALANCED | REPLAYED,
+    },
     "pp 4, gpipe": {"model": "llama-tied", "layers": 4, "layout": {"pp": 4, "pp_schedule": "gpipe"}},
     "pp 4, 1f1b": {"model": "qwen3-untied", "layers": 5, "layout": {"pp": 4}},
 }
@@ -168,7 +186,10 @@ CHECKPOINTS: dict[str, Job] = {
 }
 
 
-EXTRAS = {"dp_shard x tp": {"dp_shard": 2, "tp": 2}, "pp x cp": {"pp": 2, "cp": 2}}
+EXTRAS: dict[str, Job] = {
+    "dp_shard x tp": {"layout": {"dp_shard": 2, "tp": 2}, "by_budget": True, "recomputed": 1},
+    "pp x cp": {"layout": {"pp": 2, "cp": 2}, "by_budget": False, "recomputed": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +216,9 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "layout": {"dp_shard": 2, "tp": 2, "offload_optimizer": True},
         },
     }
-    for name, layout in EXTRAS.items():
+    for name, job in EXTRAS.items():
         for dtype in ("float64", "bfloat16"):
-            job = {"check": "extras", "model": "llama-tied", "dtype": dtype, "layout": layout}
-            jobs[f"extras, {name}, {dtype}"] = job
+            jobs[f"extras, {name}, {dtype}"] = {"check": "extras", "model": "llama-tied", "dtype": dtype, **job}
     jobs |= {
         f"checkpoint, {n}": {"check": "checkpoint", "folder": str(folder / n), **j} for n, j in CHECKPOINTS.items()
     }
@@ -244,7 +264,10 @@ def test_reference_recomputing_and_bfloat16(name: str, dtype: str, others: dict[
     assert found["reference"] <= of_logprobs < found["moved"]
 
 
-@pytest.mark.parametrize(("saved", "restored"), [(n, r) for n, job in CHECKPOINTS.items() for r in job["restore"]])
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [(n, r) for n, job in CHECKPOINTS.items() for r in (*job["restore"], "one process", "from one process")],
+)
 def test_a_checkpoint_resumes_in_another_layout(saved: str, restored: str, others: dict[str, Any]) -> None:
     """Weights, both moments and the next step are those of one process that never stopped."""
     found = others[f"checkpoint, {saved}"][restored]

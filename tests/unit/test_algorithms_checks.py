@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from headrace.checked import check_before_work
 from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError
-from headrace.wiring import check_before_work
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "algorithm.clip_low": {"clip_low": 0.1},

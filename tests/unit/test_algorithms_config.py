@@ -33,7 +33,7 @@ def test_every_preset_builds(preset: str, asynchronous: bool) -> None:
     corrects = asynchronous and not algorithm.resolved.anchors_to_behaviour
     assert algorithm.resolved.correction.type == ("decoupled" if corrects else "none")
     assert algorithm.resolved.correction.high == (2.0 if corrects else None)
-    assert algorithm.zero_advantage_means_zero_gradient is (preset not in ("dro", "kimi", "kl_cov"))
+    assert algorithm.zero_advantage_means_zero_gradient is (preset not in ("dro", "kimi", "kl_cov", "ppo_critic"))
 
 
 # preset -> advantage, objective, ratio level, clip low, clip high, aggregation, dynamic sampling, overlong buffer
@@ -49,6 +49,7 @@ COMPOSITIONS = {
     "gspo": ("group_normalised", "ppo", "sequence", 3e-4, 4e-4, "seq_mean_token_mean", False, None),
     "cispo": ("group_normalised", "cispo", "token", 1.0, 0.28, "token_mean", False, None),
     "ppo": ("batch_whitened", "ppo", "token", 0.2, 0.2, "token_mean", False, None),
+    "ppo_critic": ("gae_whitened", "ppo", "token", 0.2, 0.2, "token_mean", False, None),
     "remax": ("greedy_centred", "reinforce", None, None, None, "seq_mean_token_sum", False, None),
     "opo": ("length_weighted", "reinforce", None, None, None, "seq_mean_token_sum", False, None),
     "maxrl": ("mean_normalised", "reinforce", None, None, None, "seq_mean_token_sum", False, None),
@@ -221,8 +222,10 @@ def test_the_derived_overlong_buffer_is_off_where_it_would_be_empty() -> None:
         ({"mask_truncated": True, "entropy_coefficient": 0.1}, "algorithm.mask_truncated"),
         ({"mask_truncated": True, "preset": "dro"}, "algorithm.mask_truncated"),
         ({"mask_truncated": True, "preset": "kl_cov"}, "algorithm.mask_truncated"),
+        ({"mask_truncated": True, "preset": "ppo_critic"}, "algorithm.mask_truncated"),
         ({"discount": 0.9}, "algorithm.discount"),
         ({"preset": "reinforce++_baseline", "discount": 1.0}, "algorithm.discount"),
+        ({"preset": "ppo_critic", "discount": 0.9}, "algorithm.discount"),
         ({"temperature_positive": 2.0}, "algorithm.temperature_positive"),
         ({"preset": "cispo", "temperature_negative": 2.0}, "algorithm.temperature_negative"),
         ({"trust_low": 0.1}, "algorithm.trust_low"),

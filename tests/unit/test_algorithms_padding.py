@@ -16,7 +16,9 @@ from test_algorithms_advantage import sample as rewarded_sample
 from test_algorithms_split import COMPOSITIONS, Case, build, make_case
 from torch import Tensor
 
-from headrace.algorithms import PRESETS
+from headrace.algorithms import PRESETS, build_algorithm
+from headrace.config.critic import SharedCriticConfig
+from headrace.config.schema import AlgorithmConfig
 from headrace.types import Sample
 
 Slots = list[int | None]
@@ -101,7 +103,16 @@ def test_padding_moves_no_advantage(preset: str, seed: int) -> None:
     places = [pad_slots(rng, len(s.ids)) for s in samples]
     wide = [padded_sample(s, slots) for s, slots in zip(samples, places, strict=True)]
     options = {"overlong_buffer": 0 if preset == "maxrl" else 12}
-    algorithm = build(preset=preset, **options)
-    plain, found = algorithm.advantage(batch_of(*samples)), algorithm.advantage(batch_of(*wide))
+    critic = SharedCriticConfig() if preset == "ppo_critic" else None
+    algorithm = build_algorithm(
+        AlgorithmConfig(preset=preset, **options), asynchronous=False, max_new_tokens=16, critic=critic
+    )
+    values = [torch.tensor([rng.uniform(-1, 1) for _ in s.ids]) for s in samples]
+    plain_values, wide_values = {}, {}
+    if critic is not None:
+        plain_values = {"values": values}
+        wide_values = {"values": [spread_tensor(v, slots) for v, slots in zip(values, places, strict=True)]}
+    plain = algorithm.advantage(batch_of(*samples), **plain_values)
+    found = algorithm.advantage(batch_of(*wide), **wide_values)
     for found_T, plain_T, slots in zip(found, plain, places, strict=True):
         assert torch.equal(found_T, torch.nan_to_num(spread_tensor(plain_T, slots), nan=0.0))

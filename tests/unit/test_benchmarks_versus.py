@@ -107,7 +107,7 @@ def watch(versus: ModuleType, folder: Path, code: str, deadline_s: float = 60.0)
 
 def test_a_failed_or_hanging_side_ends_with_its_last_words(versus: ModuleType, tmp_path: Path) -> None:
     """I19: a side that hangs is killed at its deadline, and named."""
-    with pytest.raises(versus.SideFailed, match=r"the run: exit code 3.\nout of luck"):
+    with pytest.raises(versus.SideFailed, match=r"the run: exited with status 3.\nout of luck"):
         watch(versus, tmp_path, "print('out of luck', flush=True); raise SystemExit(3)")
     with pytest.raises(versus.SideFailed, match=r"the run: no end after 1 s"):
         watch(versus, tmp_path, "import time; time.sleep(600)", deadline_s=1.0)
@@ -123,5 +123,5 @@ def test_a_run_is_stopped_once_it_is_done(versus: ModuleType, tmp_path: Path) ->
     assert used["peak_memory_bytes"] > 1 << 20 and 0 < used["cpu_s"] < 60
     assert (tmp_path / "threads").read_text() == "3"
     (tmp_path / "threads").unlink()
-    with pytest.raises(versus.SideFailed, match="exit code 130"):
+    with pytest.raises(versus.SideFailed, match="exited with status 130"):
         watch(versus, tmp_path, "raise SystemExit(130)")

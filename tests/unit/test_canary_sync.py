@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.config.schema import TransformersEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.engines.embedded import TransformersEngine
 from headrace.protocols import WeightUpdate
 from headrace.testing import tiny_model
@@ -135,7 +135,12 @@ def test_an_engine_that_computes_another_function_of_equal_tensors_is_told_apart
     async def steps() -> None:
         sync = Sync(SharedWeights)
         forward = sync.engine._compute._forward
-        sync.engine._compute._forward = lambda *a: forward(*a) * 1.1  # a soft cap that only one side has, say
+
+        def other(*arguments: Any) -> Any:
+            logits, routing = forward(*arguments)
+            return logits * 1.1, routing  # a soft cap that only one side has, say
+
+        sync.engine._compute._forward = other
         with pytest.raises(SyncError, match="the two compute different functions"):
             await sync.next_version()
         await sync.engine.close()

@@ -15,8 +15,9 @@ import pytest
 
 from headrace.cli.common import TOP_LEVEL_KEYS, split_overrides
 from headrace.cli.main import main
+from headrace.config.base import Section
 from headrace.config.load import load_config, resolved
-from headrace.config.schema import RunConfig, Section
+from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.record.recorded_config import recorded_config
 from headrace.record.redact import redact
@@ -106,7 +107,7 @@ def test_top_level_keys_are_those_of_the_schema() -> None:
     sections = {
         name
         for name, field in RunConfig.model_fields.items()
-        if name in ("tasks", "rewards", "gold")
+        if name in ("tasks", "rewards", "gold", "critic", "supervised_data", "engine")
         or (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
     }
     assert set(TOP_LEVEL_KEYS) == set(RunConfig.model_fields) - sections
@@ -216,6 +217,7 @@ def test_resume_refuses_to_become_another_run(run_toml: Path, tmp_path: Path) ->
     record_run(run_dir, load_config(run_toml))
     with pytest.raises(ConfigError, match=r"--trainer\.learning_rate cannot change when a run goes on"):
         recorded_config(run_dir, [("trainer.learning_rate", "1")])
+    assert recorded_config(run_dir, [("parallel.tp", "2")]).parallel.tp == 2, "the layout is not what makes a run"
 
 
 def test_resume_asks_for_secrets_that_the_record_does_not_hold(run_toml: Path, tmp_path: Path) -> None:

@@ -33,6 +33,14 @@ def test_plan_prints_every_stage(run_file: Path, capsys: pytest.CaptureFixture[s
         assert part in out
 
 
+def test_plan_says_that_a_critic_is_not_counted(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A forecast must not look complete where it is not."""
+    assert main(["plan", str(run_file)]) == 0
+    assert "critic" not in capsys.readouterr().out
+    assert main(["plan", str(run_file), "--critic.type", "separate"]) == 0
+    assert "The critic is not part of this forecast." in capsys.readouterr().out
+
+
 def test_plan_refuses_an_impossible_layout(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(run_file), "--parallel.tp", "3"]) == 2
     assert "parallel.tp = 3 does not divide the model's 4 attention heads" in capsys.readouterr().err

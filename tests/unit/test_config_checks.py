@@ -57,6 +57,14 @@ WITHOUT_EFFECT_OR_CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"tasks": {"type": "arithmetic", "min_operand": 4, "max_operand": 4}}, "one problem cannot be split"),
     ({"tasks": FILE | {"held_out_path": "b.jsonl", "held_out_fraction": 0.1}}, "are both set"),
     ({"tasks": FILE, "evaluation": {"at_end": True}}, "evaluation is on, but there are no held-out tasks"),
+    (
+        {"trainer": {"router_aux_coefficient": 0.1, "skip_zero_gradient": True}},
+        "trainer.skip_zero_gradient has no effect: with trainer.router_aux_coefficient = 0.1",
+    ),
+    (
+        {"trainer": {"router_replay": True}, "critic": {"type": "shared"}},
+        "trainer.router_replay with [critic]",
+    ),
     ({"trainer": {"schedule": {"final_fraction": 0.1}}}, "trainer.schedule.final_fraction has no effect"),
     (
         {"trainer": {"num_batches": 5, "schedule": {"warmup_steps": 5}}},
@@ -73,6 +81,8 @@ WITHOUT_EFFECT_OR_CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"evaluation": {"deadline_s": 5}}, "evaluation.deadline_s has no effect"),
     ({"monitor": {"sink_options": {"wandb": {}}}}, "monitor.sink_options.wandb has no effect"),
     ({"monitor": {"sinks": ["wandb", "wandb"]}}, 'monitor.sinks lists "wandb" twice'),
+    ({"checkpoint": {"overlap": True, "every": 0}}, "checkpoint.overlap has no effect: checkpoint.every is 0"),
+    ({"checkpoint": {"overlap": True}, "parallel": {"tp": 2}}, "checkpoint.overlap with 2 processes"),
     ({"name": ".."}, 'name = ".." would put the run outside'),
 ]
 
@@ -101,6 +111,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"tasks": FILE | {"held_out_fraction": 0.1}, "evaluation": {"every": 5, "num_tasks": 3}},
     {"trainer": {"num_batches": 5, "schedule": {"type": "linear", "warmup_steps": 4, "final_fraction": 0.1}}},
     {"trainer": {"num_batches": 2}, "evaluation": {"every": 10}, "checkpoint": {"every": 10}},
+    {"trainer": {"router_aux_coefficient": 0.1, "skip_zero_gradient": False}},
+    {"trainer": {"router_aux_coefficient": 0.0, "skip_zero_gradient": True}},
     {"guards": {"max_ratio_error_float32": 0.01}},
     {"evaluation": {"at_start": True, "greedy": False}},
     {"monitor": {"sinks": ["wandb"], "sink_options": {"wandb": {}}}},
@@ -160,6 +172,13 @@ def test_engine_context_and_logprobs() -> None:
     assert "leaves no room for a prompt" in problems(run, engine_capabilities=EngineCapabilities(max_context=64))[0]
     assert "returns no log-probabilities" in problems(run, engine_capabilities=EngineCapabilities(logprobs=False))[0]
     check_config(run, engine_capabilities=EngineCapabilities(max_context=65))
+
+
+def test_router_replay_needs_an_engine_that_records() -> None:
+    run = config(trainer={"router_replay": True})
+    (message,) = problems(run, engine_capabilities=EngineCapabilities())
+    assert "engine 'transformers' does not record which experts its routers chose" in message
+    check_config(run, engine_capabilities=EngineCapabilities(routing_ids=True))
 
 
 def test_clip_bounds_without_a_second_step_are_refused() -> None:

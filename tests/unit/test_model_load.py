@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.config.schema import LoraConfig
+from headrace.config.base import LoraConfig
 from headrace.errors import HeadraceError
 from headrace.model.head import HeadError, output_head
 from headrace.model.load import ModelError, load_model, load_tokenizer, prepare_model
@@ -64,6 +64,26 @@ def test_bfloat16_keeps_float32_masters(tmp_path: Path) -> None:
     assert set(loaded.masters) == set(exact)
     assert all(torch.equal(master, exact[name]) for name, master in loaded.masters.items())
     assert all(p.dtype == torch.bfloat16 for p in loaded.model.parameters())
+
+
+def test_bfloat16_keeps_exact_rotary_frequencies(tmp_path: Path) -> None:
+    """F1: rounded to bfloat16 they turn far positions by whole radians, and the exported model, or another engine,
+    which has them in float32, would be another policy."""
+    path = save_tiny(tmp_path / "m", initializer_range=0.2)
+    loaded = load_model(path, "bfloat16")
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    ours, theirs = dict(loaded.model.named_buffers()), dict(plain.named_buffers())
+    assert ours.keys() == theirs.keys() and ours
+    assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_missing_device_is_named(tmp_path: Path) -> None:
+    """One clear error instead of a failure inside torch."""
+    if torch.cuda.is_available():
+        assert next(load_model(save_tiny(tmp_path / "m"), device="auto").model.parameters()).is_cuda
+        return
+    with pytest.raises(ModelError, match=r"model\.device"):
+        load_model(save_tiny(tmp_path / "m"), device="cuda")
 
 
 def test_lora_trains_only_the_adapter_and_shares_the_base() -> None:

@@ -130,3 +130,15 @@ def test_microbatches_hold_each_sample_once_and_keep_episodes_whole(
         assert all(home.setdefault(key, number) == number for key in keys)
         row = pack(batch, share_prompts=share, dtype=torch.float32, device=CPU)
         assert row.num_tokens <= budget or len(keys) == 1
+
+
+def test_microbatches_are_balanced() -> None:
+    """Rows of about equal length, as few as the budget allows: not a full one and a small rest."""
+    samples = [make_sample([1] * 4, [2] * 7, group=g) for g in range(13)]  # 10 tokens to compute each
+    batches = split_microbatches(samples, 100, share_prompts=True)
+    assert [len(batch) for batch in batches] == [7, 6]
+    assert [len(batch) for batch in split_microbatches(samples, 130, share_prompts=True)] == [13]
+    lengths = [40, 30, 30, 10, 10, 10]
+    mixed = [make_sample([1], [2] * n, group=g) for g, n in enumerate(lengths)]
+    sizes = [sum(input_length(s) for _, s in batch) for batch in split_microbatches(mixed, 110, share_prompts=True)]
+    assert sizes == [70, 60]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,26 @@ def test_metrics_of_several_steps_are_summed_maximised_or_averaged_by_what_they_
     assert metrics["policy/max_ratio_error"] == 0.4 and metrics["train/grad_norm"] == 1.5
     assert record.logprobs[SAMPLES[0].id] is first, "what the first pass over a sample computed"
     assert metrics["train/advantage_max_abs"] == 0.5
+
+
+def test_a_critics_foresight_is_measured_over_the_rl_stream() -> None:
+    """Values and returns of behaviour time, once for each sample and token; supervised tokens have no return."""
+    taught = make_sample([1, 2], [3, 4], member=2, stream="supervised")
+    samples = (*SAMPLES, taught)
+    targets = [torch.tensor([0.0, 0.0, 1.0, 2.0]), torch.tensor([0.0, 0.0, 3.0, 4.0]), torch.zeros(4)]
+    step = dataclasses.replace(
+        minibatch(1.0),
+        samples=samples,
+        advantages=[torch.zeros(4)] * 3,
+        values=[torch.tensor([9.0, 9.0, v, v + 1.0]) for v in (2.0, 4.0, 99.0)],  # one too much each: no variance
+        value_targets=targets,
+    )
+    record = TrainRecord(RolloutBatch(index=0, groups=(), samples=samples, version=PolicyVersion(0, 0)))
+    for _ in range(2):
+        record.add(step, {}, {})
+    metrics = record.metrics()
+    assert (metrics["critic/value_mean"], metrics["critic/return_mean"]) == (3.5, 2.5)
+    assert metrics["critic/explained_variance"] == 1.0
 
 
 def test_names_go_into_the_namespaces_of_the_record() -> None:

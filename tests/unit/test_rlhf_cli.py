@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import runpy
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,7 @@ from headrace.cli.main import main
 from headrace.config.load import restore_as
 from headrace.config.offline import DpoConfig, RewardModelConfig, SftConfig
 from headrace.errors import ConfigError
-from headrace.model.load import load_model
+from headrace.model.load import ModelError, load_model
 from headrace.offline import run as offline_run
 from headrace.offline.dpo import train_dpo
 from headrace.offline.reward_model import train_reward_model
@@ -150,6 +155,60 @@ def test_resume_equals_the_uninterrupted_run(
             assert all(bool((first[name] == second[name]).all()) for name in first)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_at_a_checkpoint(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    """A time limit's SIGTERM is told, costs no finished step, and the handlers are as before; so is Ctrl-C."""
+    config = restore_as(SftConfig, data(tmp_path, model, "sft"), "x")
+    plain, handler = offline_run.OfflineTrainer.train_step, signal.getsignal(number)
+
+    def interrupted(self: Any, *args: Any) -> dict[str, float]:
+        if self.step == 4:
+            os.kill(os.getpid(), number)
+        return plain(self, *args)
+
+    monkeypatch.setattr(offline_run.OfflineTrainer, "train_step", interrupted)
+    stopped = train_sft(config, tell=lambda text: None)
+    monkeypatch.undo()
+    assert stopped.stopped and stopped.num_steps == 5 and not stopped.export.exists()
+    assert f"{signal.Signals(number).name}: stopping after the step" in capfd.readouterr().err
+    assert signal.getsignal(number) is handler
+    assert train_sft(config, resume=True, tell=lambda text: None).num_steps == 10
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its overrides: without them it would be another run's folder."""
+    plain = offline_run.OfflineTrainer.train_step
+
+    def interrupted(self: Any, *args: Any) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args)
+
+    monkeypatch.setattr(offline_run.OfflineTrainer, "train_step", interrupted)
+    file = toml(tmp_path, model, rows(tmp_path / "rows.jsonl", "sft"))
+    assert main(["sft", str(file), "--name", "mine", "--trainer.num_threads", "1"]) == 130
+    monkeypatch.undo()
+    out = capsys.readouterr().out
+    assert out.endswith(f"go on with: headrace sft {file} --name mine --trainer.num_threads 1 --resume\n")
+    arguments = out.rpartition("headrace ")[2].split()
+    assert main(arguments) == 0 and (tmp_path / "mine" / "export").is_dir()
+
+
+def test_what_a_killed_process_has_said_is_not_lost(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a pipe or a file the text is buffered; it must be written before the next step begins."""
+    written = io.BytesIO()
+    with io.TextIOWrapper(io.BufferedWriter(written), write_through=False) as out:  # type: ignore[arg-type]
+        monkeypatch.setattr(sys, "stdout", out)
+        offline_run.say("at the start: nll 4")
+        monkeypatch.undo()
+        assert written.getvalue() == b"at the start: nll 4\n"
+
+
 def test_changed_rows_cannot_be_resumed(tmp_path: Path, model: Path) -> None:
     config = restore_as(SftConfig, data(tmp_path, model, "sft"), "x")
     train_sft(config, tell=lambda text: None)
@@ -178,6 +237,39 @@ def test_sft_exports_a_plain_model(tmp_path: Path, model: Path, capsys: pytest.C
         if not bool((a == b).all())
     ]
     assert changed and all("proj" in name for name in changed)
+
+
+@pytest.mark.parametrize("command", list(TRAIN))
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+def test_model_export_writes_what_the_run_exported(
+    tmp_path: Path, model: Path, command: str, lora: dict[str, int] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``headrace model export`` of the run gives its own export again, file by file; of a checkpoint an earlier one."""
+    schema, train = TRAIN[command]
+    config = data(tmp_path, model, command, checkpoint={"every": 5, "keep": 9})
+    config["model"] |= {"lora": lora} if lora else {}
+    own = train(restore_as(schema, config, "x"), tell=lambda text: None).export
+    again, early = tmp_path / "out" / "again", tmp_path / "out" / "early"
+    assert main(["model", "export", str(tmp_path / "run"), str(again)]) == 0
+    assert main(["model", "export", str(tmp_path / "run" / "checkpoints" / "step-5"), str(early)]) == 0
+    names = {file.name for file in own.iterdir()} - {"calibration.png"}
+    assert names == {file.name for file in again.iterdir()} - {"calibration.png"} and "model.safetensors" in names
+    assert ("reward_head.safetensors" in names) == (command == "reward-model")
+    assert [name for name in sorted(names) if (own / name).read_bytes() != (again / name).read_bytes()] == []
+    assert (own / "model.safetensors").read_bytes() != (early / "model.safetensors").read_bytes()
+    assert main(["model", "export", str(tmp_path / "run"), str(again)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_reward_model_is_not_exported_with_other_pairs(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its scale and probes would be of another data set."""
+    config = data(tmp_path, model, "reward-model")
+    train_reward_model(restore_as(RewardModelConfig, config, "x"), tell=lambda text: None)
+    rows(tmp_path / "reward-model.jsonl", "reward-model", {"prompt": "x", "chosen": "a", "rejected": "b"})
+    assert main(["model", "export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "fingerprints differ" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_conversation_beyond_the_context_is_refused(tmp_path: Path, model: Path) -> None:
@@ -224,3 +316,40 @@ def test_other_commands_on_a_run_without_rollouts(
     assert "headrace sft FILE.TOML --resume" in capsys.readouterr().err
     assert main(["eval", run, "--tasks", config["data"]["path"]]) == 2
     assert f"{run}/export" in capsys.readouterr().err
+
+
+def test_the_device_is_the_models(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I20: model.device acts here as in a run of the loop."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    chosen = data(tmp_path, model, "sft")
+    chosen["model"]["device"] = "cuda"
+    config = restore_as(SftConfig, chosen, "the test")
+    with pytest.raises(ModelError, match=r'model\.device is "cuda"'):
+        train_sft(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "expected"),
+    [
+        ("kill -9 $$", 2, "the stage 'headrace sft' was killed by SIGKILL (signal 9): most likely the system was out "
+         "of memory; lower trainer.max_microbatch_tokens or trainer.batch_size in its file"),
+        ("kill -15 $$", 2, "the stage 'headrace sft' was killed by SIGTERM (signal 15)"),
+        ("exit 2", 2, "the stage 'headrace sft' exited with status 2, with the message above"),
+        ("exit 130", 130, "the stage 'headrace sft' was interrupted"),
+    ],
+)  # fmt: skip
+def test_the_example_says_how_a_stage_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, status: int, expected: str
+) -> None:
+    """A stage that is killed says nothing; its driver names the signal, what to do, and the command by itself."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    example = runpy.run_path(str(EXAMPLE / "run.py"))
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{end}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(example["StageFailed"]) as failed:
+        example["run_stage"]("sft", "a file.toml", "--seed", "1")
+    assert str(failed.value).startswith(expected) and failed.value.exit_code == status
+    assert "headrace sft 'a file.toml' --seed 1" in str(failed.value)

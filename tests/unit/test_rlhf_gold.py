@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
+from headrace.cli.main import main
 from headrace.config.checks import check_config
 from headrace.config.load import restore_config
 from headrace.config.schema import GuardsConfig
 from headrace.errors import ConfigError
 from headrace.evaluation.gold import GoldCheck, recorded_evaluations
-from headrace.evaluation.result import Attempt, EvaluationResult, TaskResult
+from headrace.evaluation.result import Attempt, EvaluationResult, TaskResult, compare
+from headrace.loop_eval import evaluate_checkpoint
 from headrace.monitor.health import HealthMonitor
 from headrace.rewards.composite import CompositeReward, Part, with_gold
 from headrace.rewards.in_process import CallableReward
+from headrace.testing import SMALL_ALPHABET, save_tiny
 from headrace.types import AttemptKey, Episode, Outcome, PolicyVersion, Score, Task, Trace, Turn
 
 NUM_TASKS = 64
@@ -182,8 +185,82 @@ def test_gold_without_evaluation_is_an_error() -> None:
 
 
 def test_wrong_gold_reward_names_its_key() -> None:
-    from headrace.wiring import check_before_work
+    from headrace.checked import check_before_work
 
     data = run_data(evaluation={"every": 5}, gold={"rewards": [{"type": "exakt"}]})
     with pytest.raises(ConfigError, match=r"gold\.rewards\[0\]\.type = 'exakt'.*did you mean 'exact'"):
         check_before_work(restore_config(data, "x"))
+
+
+# ------------------------------------------------------------------------------------------ headrace eval
+
+
+RULE = Path(__file__).parents[2] / "examples" / "rlhf" / "rule.py"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    one, other = (
+        save_tiny(folder / str(seed), alphabet=SMALL_ALPHABET, hidden_size=16, num_layers=1, num_heads=2, seed=seed)
+        for seed in (0, 1)
+    )
+    return one, other
+
+
+def run_file(folder: Path, model: Path, gold: str) -> Path:
+    (folder / "proxy.py").write_text(
+        "import headrace\n\n@headrace.reward(value_range=(0.0, 100.0))\n"
+        "def proxy(reply: str) -> float:\n    return float(len(reply))\n"
+    )
+    file = folder / "run.toml"
+    file.write_text(
+        f'[model]\npath = "{model}"\n[tasks]\ntype = "python"\nfactory = "{RULE}:tasks"\n'
+        f'[[rewards]]\ntype = "{folder / "proxy.py"}:proxy"\n{gold}[sampling]\nmax_new_tokens = 6\n'
+        "[evaluation]\nevery = 1\nnum_samples = 2\nnum_tasks = 12\ngreedy = false\n[engine]\nnum_threads = 1\n"
+    )
+    return file
+
+
+def test_eval_reports_the_gold_standard(
+    tmp_path: Path, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``headrace eval`` judges by [gold], too: a column with its interval, a row of the comparison, both in the file;
+    the value stays the reward's."""
+    monkeypatch.setenv("COLUMNS", "240")
+    one, other = models
+    with_gold_file = str(run_file(tmp_path, one, f'[gold]\n[[gold.rewards]]\ntype = "{RULE}:gold"\n'))
+    written = tmp_path / "result.json"
+    assert main(["eval", str(one), "--tasks", with_gold_file, "--output", str(written)]) == 0
+    out = capsys.readouterr().out
+    found = EvaluationResult.from_json(written.read_text())
+    gold, value = found.gold(), found.accuracy("sampled")
+    assert gold is not None and value is not None and "gold" in out.splitlines()[2] and str(gold) in out
+    assert -1.0 <= gold.mean < 1.0 and value.mean > 1.0  # a length is no rule
+    assert main(["eval", str(one), "--tasks", with_gold_file, "--against", str(other)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.strip("│ ").startswith("gold")]
+    assert main(["eval", str(one), "--tasks", with_gold_file, "--against", str(other), "--output", str(written)]) == 2
+    assert "--output holds one result" in capsys.readouterr().err
+
+
+def test_eval_without_a_gold_standard_shows_none(
+    tmp_path: Path, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reward that is called gold is no gold standard."""
+    monkeypatch.setenv("COLUMNS", "240")
+    file = run_file(tmp_path, models[0], "")
+    file.write_text(file.read_text().replace(f"{tmp_path / 'proxy.py'}:proxy", f"{RULE}:gold"))
+    [found] = evaluate_checkpoint(str(models[0]), tasks_from=file)
+    assert found.component("gold") is not None and found.gold() is None and compare(found, found).gold is None
+    assert "gold" not in capsys.readouterr().out
+
+
+def test_dry_run_lists_the_gold_check(
+    tmp_path: Path, models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'[gold]\non_over_optimisation = "stop"\n[[gold.rewards]]\ntype = "{RULE}:gold"\n'
+    assert main(["train", str(run_file(tmp_path, models[0], text)), "--dry-run"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gold check")]
+    assert f"{RULE}:gold x 1, on the sampled replies of each evaluation" in line and line.endswith("stops the run")
+    assert main(["train", str(run_file(tmp_path, models[0], "")), "--dry-run"]) == 0
+    assert "gold check" not in capsys.readouterr().out

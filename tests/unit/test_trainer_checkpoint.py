@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.algorithms.fields import Minibatch, Totals
-from headrace.config.schema import LoraConfig, ScheduleConfig, TrainerConfig
+from headrace.config.base import LoraConfig, ScheduleConfig
+from headrace.config.schema import TrainerConfig
 from headrace.model.load import LoadedModel, prepare_model
 from headrace.testing import Reinforce, make_sample, tiny_model, tiny_tokenizer
 from headrace.trainer.trainer import PolicyTrainer
@@ -65,6 +66,22 @@ def test_restored_run_equals_the_uninterrupted_one_bit_for_bit(kind: str, tmp_pa
         old, new = straight._weights.optimizer.state[master], resumed._weights.optimizer.state[other]
         assert old.keys() == new.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(old[field], new[field]) for field in old)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_is_of_its_moment_whenever_it_is_written(kind: str, tmp_path: Path) -> None:
+    """I11: what is written while the run goes on is, byte for byte, what would have been written at once."""
+    trainer = PolicyTrainer(load(kind), CONFIG, num_steps=8)
+    train(trainer, 2)
+    trainer.save(tmp_path / "at once")
+    write = trainer.snapshot()
+    train(trainer, 2)
+    torch.rand(3)
+    write(tmp_path / "later")
+    files = sorted(f.name for f in (tmp_path / "at once").iterdir())
+    assert files == sorted(f.name for f in (tmp_path / "later").iterdir()) and len(files) == 3
+    for name in files:
+        assert (tmp_path / "at once" / name).read_bytes() == (tmp_path / "later" / name).read_bytes()
 
 
 def test_checkpoint_before_the_first_step(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from headrace.algorithms.fields import Minibatch
-from headrace.config.schema import ScheduleConfig, TrainerConfig
+from headrace.config.base import ScheduleConfig
+from headrace.config.schema import TrainerConfig
 from headrace.protocols import AlgorithmNeeds
 from headrace.testing import Reinforce, make_sample
 from headrace.trainer.plan import plan_update

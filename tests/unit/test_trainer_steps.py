@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields, Totals
-from headrace.config.schema import LoraConfig, TrainerConfig
+from headrace.config.base import LoraConfig
+from headrace.config.schema import TrainerConfig
 from headrace.model.load import prepare_model
 from headrace.protocols import Trainer
 from headrace.testing import Reinforce, make_sample, tiny_model, tiny_tokenizer

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace.algorithms.values import gae
 from headrace.types import AttemptKey
 
 STD_DELTA = 1e-6
@@ -32,6 +33,8 @@ class EpisodeRewards:
     """float64 [T]: per-token rewards, KL penalties, and at the last token what is left of the episode's reward."""
     greedy_reward: float | None = None
     """Reward of the greedy reply to the same task."""
+    value_T: Tensor | None = None
+    """float64 [T]: a critic's values, at behaviour time, of the states in which the tokens were sampled."""
 
 
 # ------------------------------------------------------------------ within a group: rewards [G] -> advantages [G]
@@ -98,9 +101,13 @@ def _all_equal(values: Tensor) -> bool:
 
 
 class EpisodeEstimator(Protocol):
-    """f(all episodes of the rollout batch, in any order) -> float64 [T] for each, in the same order."""
+    """f(all episodes of the rollout batch, in any order) -> float64 [T] for each, in the same order.
 
-    def __call__(self, episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]: ...
+    ``discount``: of later rewards. ``gae_lambda``: of later surprises. Estimators that know neither ignore them."""
+
+    def __call__(
+        self, episodes: Sequence[EpisodeRewards], discount: float = 1.0, gae_lambda: float = 1.0
+    ) -> list[Tensor]: ...
 
 
 def within_groups(
@@ -109,7 +116,7 @@ def within_groups(
     """Applies ``function`` to each group's rewards (and lengths, in trained tokens); each member's result is broadcast
     to its tokens. What falls where within an episode has no part in it, and so no discount either."""
 
-    def estimate(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
+    def estimate(episodes: Sequence[EpisodeRewards], discount: float = 1.0, gae_lambda: float = 1.0) -> list[Tensor]:
         members: dict[int, list[int]] = {}
         for index, episode in enumerate(episodes):
             members.setdefault(episode.key.group, []).append(index)
@@ -133,7 +140,7 @@ def within_groups(
     return estimate
 
 
-def returns(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
+def returns(episodes: Sequence[EpisodeRewards], discount: float = 1.0, gae_lambda: float = 1.0) -> list[Tensor]:
     """G_t = r_t + discount * G_{t+1}, no baseline: REINFORCE (Williams 1992)."""
     results = []
     for episode in episodes:
@@ -145,12 +152,12 @@ def returns(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[T
     return results
 
 
-def batch_whitened(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
+def batch_whitened(episodes: Sequence[EpisodeRewards], discount: float = 1.0, gae_lambda: float = 1.0) -> list[Tensor]:
     """Returns whitened over all trained tokens of the rollout batch: REINFORCE++, arXiv 2501.03262."""
     return whiten(returns(episodes, discount))
 
 
-def greedy_centred(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
+def greedy_centred(episodes: Sequence[EpisodeRewards], discount: float = 1.0, gae_lambda: float = 1.0) -> list[Tensor]:
     """G_t - R(greedy reply to the same task): ReMax, arXiv 2310.10505, algorithm 2."""
     results = []
     for episode, returns_T in zip(episodes, returns(episodes, discount), strict=True):
@@ -160,9 +167,33 @@ def greedy_centred(episodes: Sequence[EpisodeRewards], discount: float = 1.0) ->
     return results
 
 
-def group_centred_whitened(episodes: Sequence[EpisodeRewards], discount: float = 1.0) -> list[Tensor]:
+def group_centred_whitened(
+    episodes: Sequence[EpisodeRewards], discount: float = 1.0, gae_lambda: float = 1.0
+) -> list[Tensor]:
     """R - group mean, broadcast to the tokens, whitened over the batch: REINFORCE++-baseline, arXiv 2501.03262."""
     return whiten(within_groups(group_centred)(episodes))
+
+
+def gae_advantages(episodes: Sequence[EpisodeRewards], discount: float = 1.0, gae_lambda: float = 1.0) -> list[Tensor]:
+    """GAE of each episode (values.py): PPO, arXiv 1707.06347, section 5. Raises ValueError where values are missing."""
+    return [gae(episode.reward_T, _values(episode), discount, gae_lambda) for episode in episodes]
+
+
+def gae_whitened(episodes: Sequence[EpisodeRewards], discount: float = 1.0, gae_lambda: float = 1.0) -> list[Tensor]:
+    """GAE whitened over all trained tokens of the rollout batch, as PPO is run on language models."""
+    return whiten(gae_advantages(episodes, discount, gae_lambda))
+
+
+def lambda_returns(episodes: Sequence[EpisodeRewards], discount: float = 1.0, gae_lambda: float = 1.0) -> list[Tensor]:
+    """G_t = A_t + V_t, from advantages before any whitening: what a critic learns. float64 [T] for each episode."""
+    advantages = gae_advantages(episodes, discount, gae_lambda)
+    return [advantage_T + _values(episode) for advantage_T, episode in zip(advantages, episodes, strict=True)]
+
+
+def _values(episode: EpisodeRewards) -> Tensor:
+    if episode.value_T is None:
+        raise ValueError(f"the advantage of episode {episode.key} needs a critic's values, and there are none")
+    return episode.value_T
 
 
 def whiten(values: Sequence[Tensor]) -> list[Tensor]:
@@ -183,9 +214,11 @@ class AdvantageEstimator:
     group_relative: bool = False
     """Compares the members of a group, so that a group of size 1 is an error."""
     discounts: bool = False
-    """Works on returns, so that a discount has an effect."""
+    """Works on returns, so that ``algorithm.discount`` has an effect."""
     needs_greedy: bool = False
     """Compares with a greedy reply."""
+    needs_values: bool = False
+    """Reads a critic's values; its discount and lambda are the critic's too (``critic.gamma``, ``.gae_lambda``)."""
     refuses_negative: bool = False
     """Takes rewards from 0 up only."""
 
@@ -200,5 +233,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "mean_normalised": AdvantageEstimator(within_groups(mean_normalised), group_relative=True, refuses_negative=True),
     "greedy_centred": AdvantageEstimator(greedy_centred, discounts=True, needs_greedy=True),
     "batch_whitened": AdvantageEstimator(batch_whitened, discounts=True),
+    "gae": AdvantageEstimator(gae_advantages, needs_values=True),
+    "gae_whitened": AdvantageEstimator(gae_whitened, needs_values=True),
     "none": AdvantageEstimator(returns, discounts=True),
 }

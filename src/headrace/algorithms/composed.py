@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.algorithms import shaping
-from headrace.algorithms.advantages import ADVANTAGES
+from headrace.algorithms.advantages import ADVANTAGES, EpisodeEstimator, lambda_returns
 from headrace.algorithms.corrections import mean_weight
 from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields
 from headrace.algorithms.flat import flatten, unflatten
@@ -49,11 +49,13 @@ class ComposedAlgorithm:
             skips_proximal=r.anchors_to_behaviour or r.correction.proximal == "interpolated",
             prepare=SELECTIONS[r.selection] is not None or r.correction.batch_normalised,
             greedy_baseline=ADVANTAGES[r.advantage].needs_greedy,
+            values=r.needs_values,
         )
 
     @property
     def zero_advantage_means_zero_gradient(self) -> bool:
-        """Each policy term is a product with the advantage; KL in the loss, the entropy bonus and penalties are not."""
+        """Each policy term is a product with the advantage; KL in the loss, the entropy bonus, penalties and a critic's
+        loss are not."""
         return self.resolved.trains_zero_advantages is None
 
     def keep_group(self, group: Group) -> bool:
@@ -77,41 +79,84 @@ class ComposedAlgorithm:
         *,
         proximal_logprobs: Sequence[Tensor] | None = None,
         reference_logprobs: Sequence[Tensor] | None = None,
+        values: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         """float32 [T] for each sample, 0 where the mask is 0. One per episode for group-relative estimators.
 
         With ``mask_truncated`` a truncated reply stays in its group's baseline and its own advantages become 0; its
         tokens still count in the denominators (counts before rejection). Samples of other streams have none, and are
         in no baseline. Raises ValueError for a group of one under a group-relative estimator, a sample without reward,
-        a missing greedy reply, or missing log-probabilities.
+        a missing greedy reply, or missing log-probabilities or values.
         """
         r = self.resolved
+        estimator = ADVANTAGES[r.advantage].function
+        advantages = self._estimate(estimator, batch, proximal_logprobs, reference_logprobs, values)
+        if r.mask_truncated:
+            return [torch.zeros_like(a) if s.truncated else a for s, a in zip(batch.samples, advantages, strict=True)]
+        return advantages
+
+    def value_targets(
+        self,
+        batch: RolloutBatch,
+        *,
+        values: Sequence[Tensor],
+        proximal_logprobs: Sequence[Tensor] | None = None,
+        reference_logprobs: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The lambda-returns that a critic is trained towards: float32 [T] for each sample, 0 where the mask is 0 and
+        in other streams. Raises ValueError as :meth:`advantage` does."""
+        return self._estimate(lambda_returns, batch, proximal_logprobs, reference_logprobs, values)
+
+    def _estimate(
+        self,
+        estimator: EpisodeEstimator,
+        batch: RolloutBatch,
+        proximal_logprobs: Sequence[Tensor] | None,
+        reference_logprobs: Sequence[Tensor] | None,
+        values: Sequence[Tensor] | None,
+    ) -> list[Tensor]:
+        """What ``estimator`` says of the rl stream's episodes, laid out on their samples: float32 [T] for each sample
+        of the batch."""
+        r = self.resolved
+        if r.needs_values and r.gae_lambda is None:
+            raise ValueError(f"advantage '{r.advantage}' needs a critic: build_algorithm(..., critic=config.critic)")
         places = [i for i, sample in enumerate(batch.samples) if sample.stream == "rl"]
         samples = [batch.samples[i] for i in places]
+
+        def of_stream(per_sample: Sequence[Tensor], what: str) -> list[Tensor]:
+            if len(per_sample) != len(batch.samples):
+                raise ValueError(f"{len(per_sample)} lists of {what} for {len(batch.samples)} samples")
+            return [per_sample[i] for i in places]
+
         penalties = None
         if r.kl_in_reward:
             if proximal_logprobs is None or reference_logprobs is None:
                 raise ValueError("KL in the reward needs the proximal and the reference log-probabilities of the batch")
-            for logprobs in (proximal_logprobs, reference_logprobs):
-                if len(logprobs) != len(batch.samples):
-                    raise ValueError(f"{len(logprobs)} lists of log-probabilities for {len(batch.samples)} samples")
             assert r.kl_estimator is not None
             penalties = shaping.kl_penalties(
                 samples,
                 r.kl_estimator,
                 r.kl_coefficient,
-                [proximal_logprobs[i] for i in places],
-                [reference_logprobs[i] for i in places],
+                of_stream(proximal_logprobs, "log-probabilities"),
+                of_stream(reference_logprobs, "log-probabilities"),
             )
         shaped = self.shape_rewards(batch)
-        greedy = shaping.greedy_rewards(batch.groups, r.max_new_tokens, r.overlong_buffer)
-        episodes, rewards = shaping.episode_rewards(samples, [shaped[i] for i in places], penalties, greedy)
-        estimate = ADVANTAGES[r.advantage].function(rewards, 1.0 if r.discount is None else r.discount)
-        advantages = [torch.zeros(len(sample.ids)) for sample in batch.samples]
-        for i, advantages_T in zip(places, shaping.scatter(samples, episodes, estimate), strict=True):
-            if not (r.mask_truncated and batch.samples[i].truncated):
-                advantages[i] = advantages_T
-        return advantages
+        episodes, rewards = shaping.episode_rewards(
+            samples,
+            [shaped[i] for i in places],
+            penalties,
+            greedy=shaping.greedy_rewards(batch.groups, r.max_new_tokens, r.overlong_buffer),
+            values=None if values is None else of_stream(values, "values"),
+        )
+        estimate = estimator(
+            rewards,
+            discount=1.0 if r.discount is None else r.discount,
+            gae_lambda=1.0 if r.gae_lambda is None else r.gae_lambda,
+        )
+        per_token = [torch.zeros(len(sample.ids)) for sample in batch.samples]
+        for i, values_T in zip(places, shaping.scatter(samples, episodes, estimate), strict=True):
+            per_token[i] = values_T
+        return per_token
 
     # ------------------------------------------------------------------------------------------------ loss
 

@@ -154,6 +154,9 @@ class Minibatch:
     """bool [T] each: the token choice of :meth:`~headrace.protocols.WholeMinibatchAlgorithm.prepare`."""
     mean_correction: float | None = None
     """From the same call."""
+    values: Sequence[Tensor] | None = None
+    """A critic's, at behaviour time."""
+    value_targets: Sequence[Tensor] | None = None
     version: PolicyVersion | None = None
     """The trainer's when the rollout batch was closed; the ages of the tokens are counted from it."""
 

@@ -162,7 +162,16 @@ _BATCH_PRESETS: dict[str, Preset] = {
         aggregation="token_mean",
         kl_estimator="k1",
         kl_placement="reward",
-        deviations=("no critic: returns whitened over the batch take the place of GAE",),
+        deviations=("no critic: returns whitened over the batch take the place of GAE; ppo_critic has them",),
+    ),
+    "ppo_critic": Preset(
+        paper="arXiv 1707.06347",
+        advantage="gae_whitened",
+        objective="ppo",
+        aggregation="token_mean",
+        kl_estimator="k1",
+        kl_placement="reward",
+        deviations=("advantages whitened over the batch", "the critic has an optimizer of its own"),
     ),
 }
 

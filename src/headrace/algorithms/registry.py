@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from headrace.algorithms.composed import ComposedAlgorithm
 from headrace.algorithms.presets import PRESETS
 from headrace.algorithms.resolve import resolve, unknown_preset
+from headrace.config.critic import CriticConfig
 from headrace.config.schema import AlgorithmConfig
 from headrace.errors import ConfigError
 from headrace.protocols import Algorithm
@@ -24,14 +25,19 @@ ENTRY_POINT_GROUP = "headrace.algorithms"
 
 
 def build_algorithm(
-    config: AlgorithmConfig, *, asynchronous: bool, max_new_tokens: int, min_group_size: int | None = None
+    config: AlgorithmConfig,
+    *,
+    asynchronous: bool,
+    max_new_tokens: int,
+    min_group_size: int | None = None,
+    critic: CriticConfig | None = None,
 ) -> Algorithm:
     """The algorithm that ``config`` describes.
 
     ``asynchronous``: episodes may be older than the policy that is trained, which turns the default correction on.
     ``max_new_tokens``: ``sampling.max_new_tokens``. ``min_group_size``: ``rollout.min_group_size``, checked where
-    given. Raises ConfigError as :func:`~headrace.algorithms.resolve.resolve` does, and for groups of one under a
-    group-relative advantage.
+    given. ``critic``: the run's, for GAE's discount and lambda. Raises ConfigError as
+    :func:`~headrace.algorithms.resolve.resolve` does, and for groups of one under a group-relative advantage.
     """
     if config.preset not in PRESETS:
         others = _third_party()
@@ -40,7 +46,7 @@ def build_algorithm(
         factory = others[config.preset].load()
         algorithm: Algorithm = factory(config, asynchronous=asynchronous, max_new_tokens=max_new_tokens)
         return algorithm
-    resolved = resolve(config, asynchronous=asynchronous, max_new_tokens=max_new_tokens)
+    resolved = resolve(config, asynchronous=asynchronous, max_new_tokens=max_new_tokens, critic=critic)
     if resolved.is_group_relative and min_group_size is not None and min_group_size < 2:
         raise ConfigError(
             f"rollout.min_group_size is {min_group_size}, but advantage '{resolved.advantage}' compares the members of "

@@ -12,6 +12,7 @@ from headrace.algorithms.objectives import OBJECTIVES
 from headrace.algorithms.presets import PRESETS, Preset
 from headrace.algorithms.selections import SELECTIONS
 from headrace.algorithms.validity import contradictions
+from headrace.config.critic import CriticConfig
 from headrace.config.schema import AlgorithmConfig, CorrectionConfig, KlConfig, SelectionConfig
 from headrace.errors import ConfigError
 
@@ -74,6 +75,10 @@ class ResolvedAlgorithm:
     preset: str
     advantage: str
     discount: float | None
+    """Of later rewards; for GAE ``critic.gamma``."""
+    gae_lambda: float | None
+    """``critic.gae_lambda``. For GAE both are None where the composition was made without a critic: it then knows what
+    it needs, and estimates nothing."""
     objective: str
     ratio_level: str | None
     ratio_anchor: str | None
@@ -112,6 +117,11 @@ class ResolvedAlgorithm:
         return ADVANTAGES[self.advantage].group_relative
 
     @property
+    def needs_values(self) -> bool:
+        """True where the advantage reads a critic's values."""
+        return ADVANTAGES[self.advantage].needs_values
+
+    @property
     def kl_in_loss(self) -> bool:
         return self.kl_coefficient > 0 and self.kl_placement == "loss"
 
@@ -135,7 +145,7 @@ class ResolvedAlgorithm:
 
     @property
     def trains_zero_advantages(self) -> str | None:
-        """The term of the loss that is no product with the advantage, if there is one."""
+        """The term that is no product with the advantage and trains all the same, if there is one."""
         if self.kl_in_loss:
             return "kl with placement 'loss'"
         if self.entropy_coefficient > 0:
@@ -143,11 +153,16 @@ class ResolvedAlgorithm:
         if not OBJECTIVES[self.objective].zero_advantage_zero_gradient:
             return f"objective '{self.objective}'"
         selection = SELECTIONS[self.selection]
-        return f"selection '{self.selection}'" if selection is not None and selection.penalises else None
+        if selection is not None and selection.penalises:
+            return f"selection '{self.selection}'"
+        return f"advantage '{self.advantage}' (the critic's loss)" if self.needs_values else None
 
 
-def resolve(config: AlgorithmConfig, *, asynchronous: bool, max_new_tokens: int) -> ResolvedAlgorithm:
-    """The preset with the user's deviations.
+def resolve(
+    config: AlgorithmConfig, *, asynchronous: bool, max_new_tokens: int, critic: CriticConfig | None = None
+) -> ResolvedAlgorithm:
+    """The preset with the user's deviations. ``critic`` gives GAE its numbers; whether there must be one, or must not,
+    is checked with the whole configuration (config/checks.py).
 
     Raises ConfigError, one problem for each key: an unknown preset (with the nearest name), a value out of bounds,
     or an option that the user set and that has no effect in this composition.
@@ -157,11 +172,6 @@ def resolve(config: AlgorithmConfig, *, asynchronous: bool, max_new_tokens: int)
         raise ConfigError(unknown_preset(config.preset, PRESETS))
     problems: list[str] = []
     advantage = config.advantage or preset.advantage
-    if config.discount is not None and not ADVANTAGES[advantage].discounts:
-        problems.append(
-            f"algorithm.discount has no effect with advantage '{advantage}', which takes an episode's reward as a "
-            "whole: remove it"
-        )
     objective = config.objective or preset.objective
     options = _objective_options(config, preset, objective, problems)
     aggregation = config.aggregation or preset.aggregation
@@ -169,7 +179,7 @@ def resolve(config: AlgorithmConfig, *, asynchronous: bool, max_new_tokens: int)
     resolved = ResolvedAlgorithm(
         preset=config.preset,
         advantage=advantage,
-        discount=_first(config.discount, 1.0) if ADVANTAGES[advantage].discounts else None,
+        **_discounts(config, advantage, critic, problems),
         objective=objective,
         **options,
         aggregation=aggregation,
@@ -201,6 +211,22 @@ def unknown_preset(name: str, known: Iterable[str]) -> str:
 
 def _first(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def _discounts(
+    config: AlgorithmConfig, advantage: str, critic: CriticConfig | None, problems: list[str]
+) -> dict[str, Any]:
+    """Discount and GAE's lambda: one discount acts, the critic's with GAE and the user's with plain returns."""
+    estimator = ADVANTAGES[advantage]
+    if config.discount is not None and not estimator.discounts:
+        why = "discounts by critic.gamma" if estimator.needs_values else "takes an episode's reward as a whole"
+        problems.append(f"algorithm.discount has no effect with advantage '{advantage}', which {why}: remove it")
+    if estimator.needs_values:
+        return {
+            "discount": None if critic is None else critic.gamma,
+            "gae_lambda": None if critic is None else critic.gae_lambda,
+        }
+    return {"discount": _first(config.discount, 1.0) if estimator.discounts else None, "gae_lambda": None}
 
 
 def _objective_options(config: AlgorithmConfig, preset: Preset, objective: str, problems: list[str]) -> dict[str, Any]:

@@ -111,12 +111,16 @@ def episode_rewards(
     samples: Sequence[Sample],
     rewards: Sequence[float],
     penalties: Sequence[Tensor] | None,
+    *,
     greedy: Mapping[int, float] | None = None,
+    values: Sequence[Tensor] | None = None,
 ) -> tuple[EpisodeSamples, list[EpisodeRewards]]:
     """Shaped rewards, per-token rewards and KL penalties of each episode, in the order of the returned mapping.
 
     ``samples[i].reward_T`` is part of the episode's reward already: it says where that reward falls, and the rest
     falls on the episode's last trained token, so that the sum over the tokens is the reward (FAILURES.md 65).
+    ``greedy``: group id -> reward of its greedy reply. ``values``: of a critic, [T] for each sample; what stands
+    behind a mask is not read (FAILURES.md 64).
     """
     episodes = group_samples(samples)
     results = []
@@ -128,8 +132,18 @@ def episode_rewards(
         if penalties is not None:
             penalty_N = torch.cat([penalties[i] for i in indices])
             reward, placed_N = reward + float(penalty_N.sum()), placed_N + penalty_N
-        greedy_reward = None if greedy is None else greedy.get(key.group)
-        results.append(EpisodeRewards(key=key, reward=reward, reward_T=placed_N, greedy_reward=greedy_reward))
+        value_N = None
+        if values is not None:
+            value_N = torch.cat([_select(values[i], _trained(samples[i]), samples[i]) for i in indices])
+        results.append(
+            EpisodeRewards(
+                key=key,
+                reward=reward,
+                reward_T=placed_N,
+                greedy_reward=None if greedy is None else greedy.get(key.group),
+                value_T=value_N,
+            )
+        )
     return episodes, results
 
 
@@ -149,7 +163,7 @@ def _trained(sample: Sample) -> Tensor:
 
 def _select(values_T: Tensor, selected_T: Tensor, sample: Sample) -> Tensor:
     if values_T.shape != selected_T.shape:
-        raise ValueError(f"sample {sample.id}: {tuple(values_T.shape)} log-probabilities for {len(sample.ids)} ids")
+        raise ValueError(f"sample {sample.id}: {tuple(values_T.shape)} entries for {len(sample.ids)} ids")
     return values_T.detach().to("cpu", torch.float64)[selected_T]
 
 

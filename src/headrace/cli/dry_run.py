@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.config.critic import CriticConfig
 from headrace.config.dump import dump_toml
+from headrace.config.engines import VllmEngineConfig
 from headrace.config.load import resolved
-from headrace.config.schema import RunConfig
+from headrace.config.schema import GoldConfig, RunConfig
+from headrace.config.vllm_python import find_python
+from headrace.environments.preferences import Conversation, Rows, read_supervised
 from headrace.environments.tasks import TaskSplits, build_tasks
 from headrace.errors import HeadraceError
 from headrace.model.paths import resolve_model_path
@@ -18,22 +22,24 @@ def print_dry_run(config: RunConfig) -> None:
     """Print both to the standard output.
 
     Raises:
-        ConfigError: tasks that cannot be read.
+        ConfigError: tasks, or conversations of supervised_data, that cannot be read.
     """
     tasks = build_tasks(config.tasks)
+    conversations = read_supervised(config.supervised_data, tasks.held_out)
     print("# Resolved configuration; lines that begin with # are defaults.\n")
     print(dump_toml(config, redact(resolved(config))))
     print("# What would run\n")
-    for name, value in _plan(config, tasks):
+    for name, value in _plan(config, tasks, conversations):
         print(f"{name:<15} {value}")
 
 
-def _plan(config: RunConfig, tasks: TaskSplits) -> Iterator[tuple[str, str]]:
+def _plan(config: RunConfig, tasks: TaskSplits, conversations: Rows[Conversation] | None) -> Iterator[tuple[str, str]]:
     """(what, how much), in the order of the data's way round."""
     rollout, trainer = config.rollout, config.trainer
     num_episodes = rollout.groups_per_batch * rollout.group_size
     num_groups = trainer.num_batches * rollout.groups_per_batch
     yield "model", _model(config)
+    yield "engine", _engine(config)
     yield "tasks", f"{len(tasks.train)} to train on, {len(tasks.held_out)} held out"
     yield (
         "rollout batch",
@@ -55,6 +61,12 @@ def _plan(config: RunConfig, tasks: TaskSplits) -> Iterator[tuple[str, str]]:
             f"learning rate {trainer.learning_rate:g}, {trainer.schedule.type}"
         ),
     )
+    if config.critic is not None:
+        yield "critic", _critic(config.critic)
+    if config.supervised_data is not None and conversations is not None:
+        num = config.supervised_data.conversations_per_batch
+        passes = trainer.num_batches * num / len(conversations.train)
+        yield "supervised data", f"{num} of {len(conversations.train)} conversations a batch, {passes:.1f} passes"
     staleness = rollout.max_staleness
     yield (
         "mode",
@@ -62,6 +74,8 @@ def _plan(config: RunConfig, tasks: TaskSplits) -> Iterator[tuple[str, str]]:
     )
     yield "rewards", ", ".join(f"{reward.type} x {reward.weight:g}" for reward in config.rewards)
     yield "evaluation", _evaluation(config, len(tasks.held_out))
+    if config.gold is not None:
+        yield "gold check", _gold(config.gold)
     yield "checkpoints", _checkpoints(config)
     yield "metrics to", ", ".join(("metrics.jsonl", *config.monitor.sinks))
     yield "folder", f"{config.run_dir}{_state(config.run_dir)}"
@@ -76,6 +90,22 @@ def _model(config: RunConfig) -> str:
     return f"{where} ({config.model.dtype}, {kind})"
 
 
+def _critic(critic: CriticConfig) -> str:
+    backbone = "the policy's" if critic.type == "shared" else critic.path or "a copy of the policy's start"
+    warmup = f"; the first {critic.warmup_batches} batches train it alone" if critic.warmup_batches else ""
+    return f"backbone: {backbone}; learning rate {critic.learning_rate:g}, {critic.schedule.type}{warmup}"
+
+
+def _engine(config: RunConfig) -> str:
+    if not isinstance(config.engine, VllmEngineConfig):
+        return f"{config.engine.type}, in the trainer's process, {config.engine.weights} weights"
+    try:
+        python = find_python(config.engine.python)
+    except HeadraceError as error:
+        return f"MISSING: {error}"
+    return f"vllm, a server in a process of its own ({python}); weights travel through shared memory"
+
+
 def _evaluation(config: RunConfig, num_held_out: int) -> str:
     evaluation = config.evaluation
     when = [f"every {evaluation.every} batches"] if evaluation.every else []
@@ -86,6 +116,12 @@ def _evaluation(config: RunConfig, num_held_out: int) -> str:
     return f"{', '.join(when)}: {num_tasks} tasks x {evaluation.num_samples} samples" + (
         " and greedy" if evaluation.greedy else ""
     )
+
+
+def _gold(gold: GoldConfig) -> str:
+    rewards = ", ".join(f"{reward.type} x {reward.weight:g}" for reward in gold.rewards)
+    then = "stops the run" if gold.on_over_optimisation == "stop" else "warns"
+    return f"{rewards}, on the sampled replies of each evaluation, never trained on; over-optimisation {then}"
 
 
 def _checkpoints(config: RunConfig) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.common import add_command
+from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.cli.common import Subparsers
@@ -28,21 +29,28 @@ def add_parser(subparsers: Subparsers) -> None:
         "--tasks",
         type=Path,
         metavar="RUN.TOML",
-        help="whose tasks, rewards and sampling; default: the target run's own",
+        help="whose tasks, rewards, gold standard and sampling; default: the target run's own",
     )
     parser.add_argument("--num-tasks", type=int, metavar="N", help="the first N held-out tasks; default: as configured")
     parser.add_argument("--num-samples", type=int, metavar="N", help="sampled replies a task; default: as configured")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="write the result there too; not with --against"
+    )
     parser.set_defaults(handler=_eval)
 
 
 def _eval(args: argparse.Namespace) -> int:
     from headrace.loop_eval import evaluate_checkpoint
 
-    evaluate_checkpoint(
+    if args.output is not None and args.against is not None:
+        raise ConfigError("--output holds one result; evaluate the two one after the other, or leave out --against")
+    [result, *_] = evaluate_checkpoint(
         args.target,
         against=args.against,
         tasks_from=args.tasks,
         num_tasks=args.num_tasks,
         num_samples=args.num_samples,
     )
+    if args.output is not None:
+        args.output.write_text(result.to_json(), encoding="utf-8")
     return 0

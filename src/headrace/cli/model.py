@@ -30,7 +30,10 @@ def add_parser(subparsers: Subparsers) -> None:
     fetch.set_defaults(handler=_fetch)
 
     export = add_command(
-        actions, "export", "Write a run's policy as a plain Hugging Face folder", "LoRA adapters are merged."
+        actions,
+        "export",
+        "Write what a run trained as a plain Hugging Face folder",
+        "LoRA adapters are merged. Of headrace reward-model: the backbone, its head and what it says of itself.",
     )
     export.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run's folder takes its last one")
     export.add_argument("dest", type=Path, metavar="DEST", help="a folder that does not exist yet")
@@ -46,7 +49,11 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from headrace.trainer.export import export_checkpoint
+    from headrace.offline.export import export_offline
+    from headrace.record.run_dir import read_run_info
+    from headrace.trainer.export import export_checkpoint, find_checkpoint
 
-    print(f"exported to {export_checkpoint(args.source, args.dest)}")
+    kind = read_run_info(find_checkpoint(args.source).parent.parent).get("kind")
+    export = export_checkpoint if kind is None else export_offline
+    print(f"exported to {export(args.source, args.dest)}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,8 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     result = _train(args.offline_command)(config, resume=args.resume)
     if result.stopped:
-        command = f"headrace {args.offline_command} {args.config} --resume"
+        overrides = [text for key, value in args.overrides for text in (f"--{key}", value)]
+        command = shlex.join(["headrace", args.offline_command, str(args.config), *overrides, "--resume"])
         print(f"stopped after {result.num_steps} steps; go on with: {command}")
         return INTERRUPTED
     print(f"exported: {result.export}")

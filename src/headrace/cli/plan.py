@@ -12,7 +12,7 @@ from headrace.errors import HeadraceError
 
 if TYPE_CHECKING:
     from headrace.cli.common import Subparsers
-    from headrace.model.parallel.forecast import MemoryForecast, Pass
+    from headrace.model.parallel.forecast import MemoryForecast
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reference")
 _AXES = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")
@@ -33,32 +33,23 @@ def _plan(args: argparse.Namespace) -> int:
     from headrace.config.checks import check_config
     from headrace.config.load import load_config
     from headrace.model.parallel.check import ModelShape, check_layout
-    from headrace.model.parallel.forecast import forecast, num_weights
+    from headrace.model.parallel.forecast import Pass, forecast, num_weights
 
     config = load_config(args.config, args.overrides)
     check_config(config)
     shape = ModelShape.of_folder(_folder(config))
     check_layout(config.parallel, shape)
     axes = ", ".join(f"{name} {getattr(config.parallel, name)}" for name in _AXES if getattr(config.parallel, name) > 1)
-    work = _work(config)
+    work = Pass.of(config)
     print(f"model       {num_weights(shape) / 1e6:,.1f} million weights ({shape.architecture})")
     print(f"processes   {config.parallel.world_size} ({axes or 'one process'})")
     print(f"a pass      {work.num_tokens:,} tokens in {work.dtype}, logits of {work.max_logit_tokens:,} at once\n")
     _print_table(forecast(config.parallel, shape, work))
+    if config.critic is not None:
+        print("\nThe critic is not part of this forecast.")
+    if config.model.lora is not None:
+        print("\nThis is the forecast of training all weights; an adapter (model.lora) needs less.")
     return 0
-
-
-def _work(config: RunConfig) -> Pass:
-    from headrace.model.parallel.forecast import Pass
-
-    return Pass(
-        num_tokens=config.trainer.max_microbatch_tokens,
-        max_logit_tokens=config.trainer.max_logit_tokens,
-        dtype=config.model.dtype,
-        activation_checkpointing=config.model.activation_checkpointing,
-        with_reference=config.algorithm.kl is not None and config.algorithm.kl.coefficient > 0,
-        num_rows=max(2, config.parallel.pp),
-    )
 
 
 def _folder(config: RunConfig) -> Path:
@@ -80,6 +71,8 @@ def _print_table(stages: list[MemoryForecast]) -> None:
         values = [getattr(f, f"{part}_bytes") for f in stages]
         if any(values):
             print(f"{part:<12}" + "".join(f"{value / 2**30:>12.2f}" for value in values))
+    if any(f.num_recomputed for f in stages):
+        print(f"{'recomputed':<12}" + "".join(f"{f'{f.num_recomputed} layers':>12}" for f in stages))
     print(f"{'training':<12}" + "".join(f"{f.training_bytes / 2**30:>12.2f}" for f in stages))
     print(f"{'loading':<12}" + "".join(f"{f.loading_bytes / 2**30:>12.2f}" for f in stages))
     print(f"{'peak':<12}" + "".join(f"{f.peak_bytes / 2**30:>12.2f}" for f in stages))

@@ -13,8 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from headrace.config.base import Section
+from headrace.config.critic import SharedCriticConfig
+from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import config_error
-from headrace.config.schema import ArithmeticTasks, DistillationConfig, FileTasks, RunConfig, Section, SupervisedConfig
+from headrace.config.schema import (
+    ArithmeticTasks,
+    DistillationConfig,
+    FileTasks,
+    ModelConfig,
+    RunConfig,
+    SupervisedConfig,
+)
 from headrace.protocols import EngineCapabilities
 
 
@@ -28,6 +38,8 @@ class AlgorithmTraits:
     """Groups whose rewards are all equal are replaced."""
     ratio_is_one: bool = True
     """On the only optimizer step of a batch; False where the ratio is not taken to that step's own policy."""
+    needs_values: bool = False
+    """Its advantages need a critic's values."""
 
 
 def check_config(
@@ -43,7 +55,7 @@ def check_config(
     Raises:
         ConfigError: one sentence for each problem, naming the dotted key, its value and what to do.
     """
-    problems = [problem for check in _CHECKS for problem in check(config)]
+    problems = [*model_problems(config.model), *(problem for check in _CHECKS for problem in check(config))]
     if algorithm is None or algorithm.ratio_is_one:
         problems += _one_step(config)
     if algorithm is not None:
@@ -59,6 +71,16 @@ def _set(section: Section, *names: str) -> Iterator[str]:
     return (name for name in names if name in section.model_fields_set)
 
 
+def model_problems(model: ModelConfig) -> Iterator[str]:
+    """Of a section that runs of every kind have."""
+    if model.activation_checkpointing:
+        for name in _set(model, "activation_budget_bytes"):
+            yield (
+                f"model.{name} has no effect: model.activation_checkpointing = true recomputes every layer; remove one "
+                "of them"
+            )
+
+
 # --------------------------------------------------------------------------------------- rollout and engine
 
 
@@ -71,7 +93,7 @@ def _synchronous(config: RunConfig) -> Iterator[str]:
     why = "rollout.max_staleness is 0, so weights never change while requests run"
     for name in _set(config.engine, "kv_policy"):
         yield f"engine.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
-    if config.engine.weights == "copy":
+    if isinstance(config.engine, TransformersEngineConfig) and config.engine.weights == "copy":
         yield f'engine.weights = "copy" has no effect but memory: {why}; use "shared" or raise rollout.max_staleness'
 
 
@@ -110,7 +132,7 @@ def _groups(config: RunConfig) -> Iterator[str]:
 def _sampling(config: RunConfig) -> Iterator[str]:
     sampling, engine = config.sampling, config.engine
     truncation = _truncation(config)
-    if truncation and not engine.carry_kept_ids:
+    if isinstance(engine, TransformersEngineConfig) and truncation and not engine.carry_kept_ids:
         yield (
             f"sampling.{truncation} with engine.carry_kept_ids = false: without the kept ids the trainer would score "
             "another distribution than was sampled from, and importance ratios would be wrong; set carry_kept_ids = "
@@ -123,6 +145,23 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield 'sampling.stop_strings holds "", which would end every reply at once; remove it'
     if engine.max_context is not None and sampling.max_new_tokens >= engine.max_context:
         yield _no_room("engine.max_context", engine.max_context, sampling.max_new_tokens)
+
+
+def _vllm(config: RunConfig) -> Iterator[str]:
+    if not isinstance(config.engine, VllmEngineConfig):
+        return
+    if config.model.lora is not None:
+        yield (
+            'engine.type = "vllm" with model.lora: adapters do not travel to vLLM yet; train all weights (remove '
+            'model.lora), or use engine.type = "transformers"'
+        )
+    if config.sampling.temperature > 2:
+        yield f"sampling.temperature = {config.sampling.temperature}: vLLM takes 2 at most; lower it"
+    if config.sampling.top_p < 1 and not config.sampling.top_k:
+        yield (
+            f"sampling.top_p = {config.sampling.top_p} without sampling.top_k: vLLM tells the kept ids, which the "
+            "trainer scores with, of a bounded number only; set sampling.top_k too (1000, say)"
+        )
 
 
 def _truncation(config: RunConfig) -> str:
@@ -172,8 +211,9 @@ def _training(config: RunConfig) -> Iterator[str]:
     if trainer.schedule.type == "constant":
         for name in _set(trainer.schedule, "final_fraction"):
             yield f'trainer.schedule.{name} has no effect: trainer.schedule.type is "constant"; use linear or cosine'
-    num_steps = trainer.num_batches * trainer.num_epochs * trainer.num_minibatches
-    if trainer.schedule.warmup_steps >= num_steps:
+    critic_batches = config.critic.warmup_batches if config.critic is not None else 0
+    num_steps = (trainer.num_batches - critic_batches) * trainer.num_epochs * trainer.num_minibatches
+    if 0 < num_steps <= trainer.schedule.warmup_steps:
         yield (
             f"trainer.schedule.warmup_steps = {trainer.schedule.warmup_steps}, but the run has {num_steps} optimizer "
             "steps (num_batches x num_epochs x num_minibatches): the full learning rate would never be reached"
@@ -181,6 +221,51 @@ def _training(config: RunConfig) -> Iterator[str]:
     other = "bfloat16" if config.model.dtype == "float32" else "float32"
     for name in _set(config.guards, f"max_ratio_error_{other}"):
         yield f'guards.{name} has no effect: model.dtype is "{config.model.dtype}"'
+
+
+def _routers(config: RunConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.router_aux_coefficient and trainer.skip_zero_gradient:
+        for name in _set(trainer, "skip_zero_gradient"):
+            yield (
+                f"trainer.{name} has no effect: with trainer.router_aux_coefficient = {trainer.router_aux_coefficient} "
+                "every sample has a gradient; remove one of them"
+            )
+    if trainer.router_replay and config.critic is not None:
+        yield (
+            "trainer.router_replay with [critic]: values are computed without replay, so they would belong to other "
+            "hidden states than the policy's; remove one of them"
+        )
+
+
+def _critic(config: RunConfig) -> Iterator[str]:
+    critic, trainer = config.critic, config.trainer
+    if critic is None:
+        return
+    if critic.warmup_batches >= trainer.num_batches:
+        yield (
+            f"critic.warmup_batches = {critic.warmup_batches}, but the run has {trainer.num_batches} rollout batches "
+            "(trainer.num_batches): the policy would never be trained"
+        )
+    if critic.schedule.type == "constant":
+        for name in _set(critic.schedule, "final_fraction"):
+            yield f'critic.schedule.{name} has no effect: critic.schedule.type is "constant"; use linear or cosine'
+    steps_per_batch = trainer.num_epochs * trainer.num_minibatches
+    if critic.schedule.warmup_steps >= trainer.num_batches * steps_per_batch:
+        yield (
+            f"critic.schedule.warmup_steps = {critic.schedule.warmup_steps}, but the run has "
+            f"{trainer.num_batches * steps_per_batch} optimizer steps: the full learning rate would never be reached"
+        )
+    if steps_per_batch == 1:
+        for name in _set(critic, "value_clip"):
+            yield (
+                f"critic.{name} has no effect: one optimizer step per rollout batch (trainer.num_minibatches x "
+                "trainer.num_epochs = 1) starts from the very values that it is measured against; remove it or make "
+                "more steps per batch"
+            )
+    if isinstance(critic, SharedCriticConfig) and not critic.train_backbone:
+        for name in _set(critic, "loss_coefficient"):
+            yield f"critic.{name} has no effect: critic.train_backbone is false, so the value loss moves the head only"
 
 
 _OF_THE_RATIO = (
@@ -215,9 +300,14 @@ def _one_step(config: RunConfig) -> Iterator[str]:
 
 
 def _streams(config: RunConfig) -> Iterator[str]:
-    """A training run makes samples of the rl stream alone."""
-    if config.algorithm.supervised != SupervisedConfig():
-        yield "algorithm.supervised has no effect: no sample of a training run is of the supervised stream; remove it"
+    """A training run makes samples of the rl stream, and of the supervised one where it has data for it."""
+    if config.supervised_data is None and config.algorithm.supervised != SupervisedConfig():
+        yield (
+            "algorithm.supervised has no effect: no sample of the run is of the supervised stream; remove it, or name "
+            "conversations to imitate beside the rollouts in supervised_data.path"
+        )
+    if config.supervised_data is not None and not config.algorithm.supervised.coefficient:
+        yield "supervised_data has no effect: algorithm.supervised.coefficient is 0; raise it or remove the section"
     if config.algorithm.distillation != DistillationConfig():
         yield "algorithm.distillation has no effect: a training run has no teacher; remove it"
 
@@ -236,7 +326,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
             "parallel.offload_optimizer has no effect: parallel.offload_parameters keeps the optimizer in host memory "
             "already; remove one of them"
         )
-    if "weights" in config.engine.model_fields_set and config.engine.weights == "shared":
+    if "weights" in config.engine.model_fields_set and config.engine.shares_weights:
         yield (
             f'engine.weights = "shared" with {parallel.world_size} processes: no process holds the whole weights to '
             "share, so the engine has its own copy; remove it"
@@ -245,6 +335,21 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.lora with {parallel.world_size} processes: adapters train in one process only so far; remove "
             "model.lora, or set all axes of [parallel] to 1"
+        )
+    if config.critic is not None:
+        yield (
+            f"[critic] with {parallel.world_size} processes: a critic trains in one process only so far; set all axes "
+            "of [parallel] to 1, or choose an algorithm without critic"
+        )
+    if config.checkpoint.overlap:
+        yield (
+            f"checkpoint.overlap with {parallel.world_size} processes: these write their checkpoints together, while "
+            "training waits; remove it, or set all axes of [parallel] to 1"
+        )
+    if config.model.device == "cuda":
+        yield (
+            f'model.device = "cuda" with {parallel.world_size} processes: several processes compute on the CPU only so '
+            "far; remove model.device, or set all axes of [parallel] to 1"
         )
 
 
@@ -259,6 +364,14 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
                 f"evaluation.{name} has no effect: evaluation is off; set evaluation.every, evaluation.at_start or "
                 "evaluation.at_end"
             )
+
+
+def _checkpoint(config: RunConfig) -> Iterator[str]:
+    if config.checkpoint.overlap and not config.checkpoint.every:
+        yield (
+            "checkpoint.overlap has no effect: checkpoint.every is 0, and nothing goes on beside the last checkpoint; "
+            "set checkpoint.every or remove it"
+        )
 
 
 def _gold(config: RunConfig) -> Iterator[str]:
@@ -285,10 +398,14 @@ _CHECKS = (
     _synchronous,
     _groups,
     _sampling,
+    _vllm,
     _tasks,
     _training,
+    _routers,
+    _critic,
     _streams,
     _evaluation,
+    _checkpoint,
     _gold,
     _monitor,
     _parallel,
@@ -304,6 +421,16 @@ def _algorithm(config: RunConfig, algorithm: AlgorithmTraits) -> Iterator[str]:
             f"rollout.group_size = 1 with the group-relative advantages of algorithm '{config.algorithm.preset}': a "
             "group of one is always equal to its own mean and learns nothing; use a group_size of 2 or more"
         )
+    if algorithm.needs_values and config.critic is None:
+        yield (
+            f"algorithm '{config.algorithm.preset}' needs the values of a critic, and there is no [critic] section: "
+            'add one (type = "shared" or "separate"), or choose an algorithm without critic'
+        )
+    if config.critic is not None and not algorithm.needs_values:
+        yield (
+            f"the section [critic] has no effect: the advantages of algorithm '{config.algorithm.preset}' use no "
+            'values; remove it, or set algorithm.preset = "ppo_critic" or algorithm.advantage = "gae"'
+        )
     if not algorithm.dynamic_sampling:
         for name in _set(config.rollout, "max_filter_factor"):
             yield (
@@ -317,7 +444,7 @@ def _capabilities(config: RunConfig, engine: EngineCapabilities) -> Iterator[str
     truncation = _truncation(config)
     if not engine.logprobs:
         yield f"{name} returns no log-probabilities, which every algorithm needs; choose another engine.type"
-    if truncation and config.engine.carry_kept_ids and not engine.kept_ids:
+    if truncation and not engine.kept_ids and getattr(config.engine, "carry_kept_ids", True):
         yield (
             f"sampling.{truncation}: {name} cannot return the kept ids of truncated sampling, so that importance "
             "ratios would compare two different distributions; set top_p = 1 and top_k = 0, or choose another engine"
@@ -329,5 +456,10 @@ def _capabilities(config: RunConfig, engine: EngineCapabilities) -> Iterator[str
             else "tell which version sampled a token"
         )
         yield f"rollout.max_staleness = {config.rollout.max_staleness}: {name} cannot {lack}; set it to 0"
+    if config.trainer.router_replay and not engine.routing_ids:
+        yield (
+            f"trainer.router_replay = true: {name} does not record which experts its routers chose; remove it, or "
+            "choose another engine"
+        )
     if engine.max_context and config.sampling.max_new_tokens >= engine.max_context:
         yield _no_room(f"the context of {name}", engine.max_context, config.sampling.max_new_tokens)

@@ -1,9 +1,9 @@
 """Read a run's TOML file, apply overrides, resolve paths and validate: one file in, one ``RunConfig`` out.
 
-Relative paths (``tasks.path``, ``tasks.held_out_path``, ``model.path`` and ``model.chat_template`` where they are
-files, and ``file.py:function`` references) are looked up beside the TOML file first and then in the current folder;
-a path given on the command line the other way round. They are absolute afterwards. ``output_dir`` alone stays as it
-is written, relative to the current folder, as a user expects of a tool's output.
+Relative paths (``tasks.path``, ``tasks.held_out_path``, ``model.path``, ``critic.path`` and ``model.chat_template``
+where they are files, and ``file.py:function`` references) are looked up beside the TOML file first and then in the
+current folder; a path given on the command line the other way round. They are absolute afterwards. ``output_dir`` alone
+stays as it is written, relative to the current folder, as a user expects of a tool's output.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from headrace.config.schema import RunConfig
 from headrace.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
+
+_MODEL_PATHS = (("model", "path"), ("critic", "path"))
+"""What is no local path there may be a model's name."""
 
 
 def load_config(path: Path | str, overrides: Overrides = ()) -> RunConfig:
@@ -169,11 +172,11 @@ def _resolve_paths(
         found, tried = look_up(key, text)
         if found.exists():
             holder[name] = str(found) + function
-        elif key != ("model", "path"):
+        elif key not in _MODEL_PATHS:
             also = "".join(f" (nor at {other})" for other in tried[1:])
             yield key, f"{dotted(key)} = {json.dumps(text)}: {missing_file(tried[0])}{also}"
         elif text.startswith((".", "/", "~")):
-            yield key, f"model.path = {json.dumps(text)}: no such folder: {tried[0]}"
+            yield key, f"{dotted(key)} = {json.dumps(text)}: no such folder: {tried[0]}"
     if isinstance(data.get("output_dir"), str):
         data["output_dir"] = str(Path(data["output_dir"]).expanduser())
 
@@ -191,6 +194,9 @@ def _path_keys(data: dict[str, Any]) -> Iterator[tuple[KeyPath, dict[str, Any], 
             yield ("model", "path"), model, "path"
         if isinstance(model.get("chat_template"), str) and model["chat_template"] != "chatml":
             yield ("model", "chat_template"), model, "chat_template"
+    critic = data.get("critic")
+    if isinstance(critic, dict) and isinstance(critic.get("path"), str):
+        yield ("critic", "path"), critic, "path"
     yield from _reward_path_keys(data, ())
     if isinstance(data.get("gold"), dict):
         yield from _reward_path_keys(data["gold"], ("gold",))

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from pydantic import Field
 
+from headrace.config.base import OptimizerSection, Section
+from headrace.config.checks import model_problems
 from headrace.config.load import config_error
-from headrace.config.schema import ModelConfig, ScheduleConfig, Section, TrainerConfig
+from headrace.config.schema import ModelConfig
 
 DEFAULT_HELD_OUT = 0.1
 
@@ -25,32 +27,16 @@ class DataConfig(Section):
     """Split off by a hash of the prompt, where there is no file of its own; None: a tenth."""
 
 
-class OfflineTrainerConfig(Section):
+class OfflineTrainerConfig(OptimizerSection):
     num_epochs: int = Field(1, ge=1)
     batch_size: int = Field(32, ge=1)
     """Conversations, or pairs, of one optimizer step."""
-    learning_rate: float = Field(1e-5, ge=0)
-    schedule: ScheduleConfig = ScheduleConfig()
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
     max_microbatch_tokens: int = Field(8192, ge=16)
     """Packed tokens of one forward and backward pass; a longer example gets one of its own."""
     max_logit_tokens: int = Field(1024, ge=1)
     """Trained tokens whose [., V] logits are held at once."""
     num_threads: int | None = Field(None, ge=1)
     """None: all cores."""
-
-    def optimizer(self) -> TrainerConfig:
-        """What the optimizer reads, in the trainer's own words."""
-        return TrainerConfig(
-            learning_rate=self.learning_rate,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            max_grad_norm=self.max_grad_norm,
-        )
 
 
 class OfflineEvaluationConfig(Section):
@@ -116,7 +102,7 @@ class DpoConfig(OfflineConfig):
 
 def check_offline(config: OfflineConfig) -> None:
     """I20: refuse options without effect. Raises ConfigError."""
-    problems = [*_without_effect(config)]
+    problems = [*model_problems(config.model), *_without_effect(config)]
     if problems:
         raise config_error(problems)
 

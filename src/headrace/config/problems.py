@@ -166,6 +166,8 @@ def _pick(annotation: Any, node: Any) -> type[BaseModel] | None:
     if len(members) == 1:
         return members[0]
     tag = node.get("type") if isinstance(node, Mapping) else None
+    if tag is None:
+        return next((member for member in members if getattr(member, "is_default_type", False)), None)
     return next((member for member in members if _tag(member) == tag), None)
 
 
@@ -185,6 +187,6 @@ def _all_keys(section: type[BaseModel], prefix: tuple[str, ...]) -> Iterator[tup
     """(dotted name, last part) of each key outside lists and unions."""
     for name, field in section.model_fields.items():
         yield dotted((*prefix, name)), name
-        members = list(_sections(field.annotation))
-        if len(members) == 1:
-            yield from _all_keys(members[0], (*prefix, name))
+        member = _pick(field.annotation, {})
+        if member is not None:
+            yield from _all_keys(member, (*prefix, name))

@@ -8,24 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
-
+from headrace.config.base import LoraConfig, OptimizerSection, Section
+from headrace.config.critic import CriticConfig
+from headrace.config.engines import EngineConfig, TransformersEngineConfig
 
 # -------------------------------------------------------------------------------------------------- model
-
-
-class LoraConfig(Section):
-    """Train low-rank adapters through peft instead of all weights."""
-
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
 
 
 class ModelConfig(Section):
@@ -33,40 +22,20 @@ class ModelConfig(Section):
     """A local folder, the name of a fetched model (``smollm2-135m``), or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of trainer and embedded engine. Master weights and optimizer state are float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where trainer and embedded engine compute; auto: the first GPU where there is one, else the CPU. Several
+    processes ([parallel]) compute on the CPU."""
     chat_template: str | None = None
     """``chatml`` (roles only, no default system prompt), a Jinja file, or None for the model's own."""
     activation_checkpointing: bool = False
+    """Recompute every layer in the backward pass, instead of keeping what it needs: least memory, most time."""
+    activation_budget_bytes: int | None = Field(None, ge=1)
+    """Recompute only as many layers as are needed to keep the activations of a full micro-batch within so many bytes,
+    on each process; what they take without is the line ``activations`` of ``headrace plan``."""
     lora: LoraConfig | None = None
 
 
 # ------------------------------------------------------------------------------------------------- engine
-
-
-class TransformersEngineConfig(Section):
-    """The embedded engine: in process, shares the trainer's weights."""
-
-    type: Literal["transformers"] = "transformers"
-    max_batch_size: int = Field(64, ge=1)
-    """Requests that decode together."""
-    max_prefill_tokens: int = Field(4096, ge=1)
-    """Prompt tokens prefilled at once."""
-    max_context: int | None = Field(None, ge=2)
-    """Prompt plus reply, in tokens; None takes the model's own limit."""
-    prefix_cache_tokens: int = Field(16384, ge=0)
-    """Prompt tokens whose keys and values are kept for later requests of the same version; 0 turns it off."""
-    weights: Literal["shared", "copy"] = "shared"
-    """``shared``: nothing is copied, and decoding waits from a batch's first optimizer step until its publish.
-    ``copy``: the engine holds its own weights and keeps decoding during all of a batch's steps."""
-    kv_policy: Literal["keep", "recompute"] = "keep"
-    """What happens to the keys and values of running requests when weights change."""
-    carry_kept_ids: bool = True
-    """Return the kept-id sets of truncated sampling with each token."""
-    num_threads: int | None = Field(None, ge=1)
-    """Torch threads of decoding; None: all cores when synchronous, half of them when asynchronous."""
-
-
-EngineConfig = TransformersEngineConfig
-"""Grows into a union discriminated by ``type`` (vllm, sglang, openai)."""
 
 
 class SamplingConfig(Section):
@@ -228,7 +197,7 @@ class AlgorithmConfig(Section):
     """A preset, and what deviates from it. None means: as the preset says."""
 
     preset: str = "grpo"
-    """A name of docs/algorithms.md (grpo, dr_grpo, dapo, rloo, reinforce++, gspo, cispo, ppo, ...), or an entry
+    """A name of docs/algorithms.md (grpo, dr_grpo, dapo, rloo, reinforce++, gspo, ppo, ppo_critic, ...), or an entry
     point's name."""
     advantage: (
         Literal[
@@ -241,12 +210,15 @@ class AlgorithmConfig(Section):
             "mean_normalised",
             "greedy_centred",
             "batch_whitened",
+            "gae",
+            "gae_whitened",
             "none",
         ]
         | None
     ) = None
     discount: float | None = Field(None, gt=0, le=1)
-    """Of later rewards in a token's return; advantages greedy_centred, batch_whitened and none alone."""
+    """Of later rewards in a token's return; advantages greedy_centred, batch_whitened and none alone (GAE discounts by
+    ``critic.gamma``)."""
     objective: (
         Literal[
             "ppo",
@@ -301,23 +273,10 @@ class AlgorithmConfig(Section):
 # ----------------------------------------------------------------------------------------------- training
 
 
-class ScheduleConfig(Section):
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps from 0 to the full rate."""
-    final_fraction: float = Field(0.0, ge=0, le=1)
-    """Rate at the end of the run over the full rate; linear and cosine only."""
-
-
-class TrainerConfig(Section):
+class TrainerConfig(OptimizerSection):
     num_batches: int = Field(100, ge=1)
     """Rollout batches, hence published versions, of the run."""
     learning_rate: float = Field(1e-6, ge=0)
-    schedule: ScheduleConfig = ScheduleConfig()
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that a rollout batch is split into, for each epoch."""
     num_epochs: int = Field(1, ge=1)
@@ -331,6 +290,11 @@ class TrainerConfig(Section):
     """Skip the backward pass of groups whose loss gradient is provably zero; they still count in denominators."""
     share_prompts: bool = True
     """Compute a group's shared prompt once in the training pass (equal in loss and gradient)."""
+    router_aux_coefficient: float = Field(0.0, ge=0)
+    """Weight of the load-balance loss of each router of a mixture-of-experts model (docs/moe.md); 0 turns it off. On,
+    it costs one more forward pass a step, and no sample's pass is skipped."""
+    router_replay: bool = False
+    """Train each token through the experts that the engine chose for it, with weights from the trainer's routers."""
     num_threads: int | None = Field(None, ge=1)
 
 
@@ -373,6 +337,8 @@ class CheckpointConfig(Section):
     """Rollout batches between checkpoints; 0: only at the end and on Ctrl-C."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints kept on disk; the older ones are removed."""
+    overlap: bool = False
+    """Copy weights and optimizer state into host memory, and write them while the run goes on. One process only."""
 
 
 class GuardsConfig(Section):
@@ -449,6 +415,15 @@ class MonitorConfig(Section):
     episodes_in_report: int = Field(12, ge=0)
 
 
+class SupervisedDataConfig(Section):
+    """Conversations that are imitated beside the rollouts, by cross-entropy with a denominator of its own
+    (``algorithm.supervised``): rows as ``headrace sft`` reads them."""
+
+    path: Path
+    conversations_per_batch: int = Field(8, ge=1)
+    """Of each rollout batch; the file is passed through in shuffled order, again and again."""
+
+
 class RunConfig(Section):
     """A run."""
 
@@ -460,10 +435,13 @@ class RunConfig(Section):
     tasks: TasksConfig
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     gold: GoldConfig | None = None
-    engine: EngineConfig = EngineConfig()
+    supervised_data: SupervisedDataConfig | None = None
+    engine: EngineConfig = TransformersEngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig | None = None
+    """For algorithms whose advantages need values (PPO with GAE); absent: no critic."""
     parallel: ParallelConfig = ParallelConfig()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.control.checks import GuardError, check_prefixes, check_sample, check_trained_once
-from headrace.types import Episode, Group, Outcome, PolicyVersion, Sample, Segment, Source
+from headrace.types import Episode, Group, Outcome, PolicyVersion, RoutingIds, Sample, Segment, Source
 
 _TRUNCATED = frozenset({Outcome.TRUNCATED, Outcome.CONTEXT_LIMIT})
 
@@ -72,6 +73,7 @@ def _sample(
     versions: list[PolicyVersion | None] = []
     kept_ids: list[tuple[int, ...] | None] = []
     rewards: list[float] = []
+    routing: tuple[Any, ...] = ()
     for index, segment in zip(branch, segments, strict=True):
         is_trained = index in fresh
         length = len(segment.ids)
@@ -80,6 +82,7 @@ def _sample(
         logprobs += segment.logprobs if is_trained else [0.0] * length
         versions += _token_versions(segment) if is_trained else [None] * length
         kept_ids += segment.kept_ids if is_trained and segment.kept_ids is not None else [None] * length
+        routing += _new_routing(segment, sum(map(len, routing)))
         rewards += reward_T[index] if is_trained and reward_T is not None else [0.0] * length
     return Sample(
         id=sample_id,
@@ -96,7 +99,14 @@ def _sample(
         reward=episode.reward,
         reward_T=tuple(rewards) if reward_T is not None else None,
         truncated=episode.outcome in _TRUNCATED,
+        routing=RoutingIds(routing) if routing else None,
     )
+
+
+def _new_routing(segment: Segment, num_known: int) -> tuple[Any, ...]:
+    """Of a segment's record what follows the first ``num_known`` tokens: a later turn computes what stands before it
+    anew, but the routing that a token was sampled with is that of the turn which came to it first."""
+    return () if segment.routing is None else segment.routing.span(num_known, segment.routing.num_tokens).parts
 
 
 def _token_versions(segment: Segment) -> list[PolicyVersion]:

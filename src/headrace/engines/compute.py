@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headrace.engines.kv import DecodeLayout, Document, PrefillLayout, PrefixCache, RowStore
 from headrace.engines.sampling import Draws, Sampler
+from headrace.model.routing import RouterRecorder, RouterShape
 from headrace.types import Sampling
 
 
@@ -55,6 +56,9 @@ class StepResult:
     num_prefill_tokens: int
     num_cached_tokens: int
     duration_s: float
+    routing: list[Tensor | None]
+    """For each row what the routers chose for the tokens that this step gave it, [tokens, routers, experts of a token];
+    None where it is not recorded."""
 
 
 class Compute:
@@ -64,8 +68,18 @@ class Compute:
     ``logits_to_keep``, so that whatever a model does after its last layer (scaling, soft caps) is done here too.
     """
 
-    def __init__(self, model: nn.Module, *, vocab_size: int, max_prefill_tokens: int, prefix_cache_tokens: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        vocab_size: int,
+        max_prefill_tokens: int,
+        prefix_cache_tokens: int,
+        recorded: RouterShape | None = None,
+    ) -> None:
+        """``recorded``: the routers whose choices are recorded; None records nothing."""
         self._model = model
+        self._recorded = recorded
         self._device = next(model.parameters()).device
         self._max_prefill_tokens = max_prefill_tokens
         self._sampler = Sampler(vocab_size)
@@ -112,7 +126,8 @@ class Compute:
         self._cache.trim(pinned)
         num_prefilled = sum(map(len, missing.values()))
         num_cached = sum(len(a.prompt_ids) for a in admissions) - num_prefilled
-        return StepResult(draws, num_prefilled, num_cached, time.perf_counter() - started)
+        routing = [documents[a.key].routing for a in admissions]
+        return StepResult(draws, num_prefilled, num_cached, time.perf_counter() - started, routing)
 
     @torch.no_grad()
     def decode(self, store: RowStore, moves: Sequence[Move], rows: Sequence[DecodeRow]) -> StepResult:
@@ -124,9 +139,10 @@ class Compute:
         store.reserve(len(rows), max(lengths) + 1)
         layout = DecodeLayout(store, lengths, self._device)
         ids_B1 = torch.tensor([[row.last_id] for row in rows], device=self._device)
-        logits_BV = self._forward(ids_B1, layout.positions_B.unsqueeze(1), layout, 0)[:, 0]
-        draws = self._sampler(logits_BV, [row.sampling for row in rows], [row.uniform for row in rows])
-        return StepResult(draws, 0, 0, time.perf_counter() - started)
+        logits_B1V, routing = self._forward(ids_B1, layout.positions_B.unsqueeze(1), layout, 0)
+        draws = self._sampler(logits_B1V[:, 0], [row.sampling for row in rows], [row.uniform for row in rows])
+        by_row = [None if routing is None else routing[i : i + 1] for i in range(len(rows))]
+        return StepResult(draws, 0, 0, time.perf_counter() - started, by_row)
 
     def drop_prefixes(self) -> None:
         """Forget all prompts: they belong to weights that are no longer served (F76)."""
@@ -169,13 +185,23 @@ class Compute:
         ids_1T = torch.tensor([[i for sequence in sequences for i in sequence]], device=self._device)
         positions_1T = torch.cat([torch.arange(n, device=self._device) for n in lengths]).unsqueeze(0)
         last = torch.tensor(lengths, device=self._device).cumsum(0) - 1
-        logits_1BV = self._forward(ids_1T, positions_1T, layout, last)
-        return [layout.document(i, logits_1BV[0, i].clone()) for i in range(len(sequences))]
+        logits_1BV, routing = self._forward(ids_1T, positions_1T, layout, last)
+        return [layout.document(i, logits_1BV[0, i].clone(), routing) for i in range(len(sequences))]
 
-    def _forward(self, ids: Tensor, positions: Tensor, layout: object, keep: Tensor | int) -> Tensor:
-        output = self._model(input_ids=ids, position_ids=positions, layout=layout, use_cache=False, logits_to_keep=keep)
-        logits: Tensor = output.logits
-        return logits
+    def _forward(
+        self, ids: Tensor, positions: Tensor, layout: object, keep: Tensor | int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits, and what the routers chose for each token where that is recorded."""
+        recorder = None if self._recorded is None else RouterRecorder(self._recorded)
+        output = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            layout=layout,
+            routing=recorder,
+            use_cache=False,
+            logits_to_keep=keep,
+        )
+        return output.logits, None if recorder is None else recorder.ids_TLK()
 
 
 def _runs(keys: Sequence[Hashable]) -> Iterator[tuple[Hashable, int]]:

@@ -24,13 +24,15 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from headrace.config.schema import TransformersEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.compute import Compute, Move, StepResult
 from headrace.engines.errors import EngineError, RequestError
 from headrace.engines.lane import Lane
+from headrace.engines.packed import can_pack, drop_packed, packed_view
 from headrace.engines.request import Running, check_request
 from headrace.errors import HeadraceError
+from headrace.model.routing import RouterShape, router_shape
 from headrace.protocols import EngineCapabilities, EngineStats, WeightUpdate
 from headrace.types import FinishReason, Generation, GenerationRequest, PolicyVersion
 
@@ -73,18 +75,23 @@ class TransformersEngine:
         *,
         vocab_size: int,
         decode: Callable[[Sequence[int]], str] | None = None,
+        record_routing: bool = False,
     ) -> None:
+        """``record_routing``: each reply carries the experts that the routers chose (``Generation.routing``)."""
         model = _unwrapped(carrier.model)
+        self._recorded = _routers_to_record(model) if record_routing else None
         self._carrier = carrier
         self._config = config
         self._vocab_size = vocab_size
         self._decode = decode
         self._max_context = _checked_context(model, config.max_context)
+        self._view = _packed_view(model, config.packed_weights)
         self._compute = Compute(
-            model,
+            self._view,
             vocab_size=vocab_size,
             max_prefill_tokens=config.max_prefill_tokens,
             prefix_cache_tokens=config.prefix_cache_tokens,
+            recorded=self._recorded,
         )
         num_threads = config.num_threads
         self._thread = DaemonThread(
@@ -109,6 +116,7 @@ class TransformersEngine:
         return EngineCapabilities(
             logprobs=True,
             kept_ids=self._config.carry_kept_ids,
+            routing_ids=self._recorded is not None,
             version_spans=True,
             in_flight_updates=True,
             max_context=self._max_context,
@@ -313,10 +321,11 @@ class TransformersEngine:
 
     def _deliver(self, rows: Sequence[Running], result: StepResult, version: PolicyVersion) -> None:
         draws = result.draws
-        for running, token_id, logprob, kept_ids in zip(rows, draws.ids, draws.logprobs, draws.kept_ids, strict=True):
+        steps = zip(rows, draws.ids, draws.logprobs, draws.kept_ids, result.routing, strict=True)
+        for running, token_id, logprob, kept_ids, routing in steps:
             if running.future.done():  # aborted or cancelled while the step ran
                 continue
-            running.append(token_id, logprob, kept_ids, version)
+            running.append(token_id, logprob, kept_ids, version, routing)
             self._counters["num_generated_tokens"] += 1
             try:
                 reason = running.finish_reason(self._decode)
@@ -344,6 +353,7 @@ class TransformersEngine:
 
     def _receive(self, update: WeightUpdate) -> None:
         self._carrier.receive(update)
+        drop_packed(self._view)
         self._compute.drop_prefixes()
         # Set here, not by the waiter, who may have been cancelled: the driver cannot run before this call ends.
         self._lane.kv_is_stale = self._config.kv_policy == "recompute"
@@ -387,6 +397,26 @@ def _checked_context(model: Any, max_context: int | None) -> int:
                 f"{window}"
             )
     return limit
+
+
+def _routers_to_record(model: Any) -> RouterShape:
+    shape = router_shape(model)
+    if shape is None:
+        raise EngineError(
+            f"record_routing: {type(model).__name__} has no routers that headrace knows, so there is nothing to record"
+        )
+    return shape
+
+
+def _packed_view(model: nn.Module, wanted: bool | None) -> nn.Module:
+    """What the engine runs: ``model`` itself, or a view of it with laid-out weights."""
+    possible = all(can_pack(parameter) for parameter in model.parameters())
+    if wanted and not possible:
+        raise EngineError(
+            "engine.packed_weights = true needs a float32 model on a CPU and a torch with oneDNN; leave the key out, "
+            "and the engine takes it where it can"
+        )
+    return packed_view(model) if possible and wanted is not False else model
 
 
 def _unwrapped(model: nn.Module) -> Any:

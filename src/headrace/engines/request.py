@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from headrace.engines.errors import RequestError
 from headrace.engines.sampling import uniform
-from headrace.types import FinishReason, Generation, GenerationRequest, PolicyVersion, VersionSpan
+from headrace.types import FinishReason, Generation, GenerationRequest, PolicyVersion, RoutingIds, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +24,8 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     kept_ids: list[tuple[int, ...]] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    routing: list[Tensor] = field(default_factory=list)
+    """The prompt's, then one token's for each further step, as the weights of that moment chose."""
 
     @property
     def num_stored(self) -> int:
@@ -35,7 +40,15 @@ class Running:
     def next_uniform(self) -> float:
         return uniform(self.request.seed, len(self.ids))
 
-    def append(self, token_id: int, logprob: float, kept_ids: tuple[int, ...] | None, version: PolicyVersion) -> None:
+    def append(
+        self,
+        token_id: int,
+        logprob: float,
+        kept_ids: tuple[int, ...] | None,
+        version: PolicyVersion,
+        routing: Tensor | None = None,
+    ) -> None:
+        """A drawn token, and what the routers chose for the tokens that the step computed to draw it."""
         position = len(self.ids)
         if self.spans and self.spans[-1].version == version:
             self.spans[-1] = self.spans[-1]._replace(end=position + 1)
@@ -45,6 +58,8 @@ class Running:
         self.logprobs.append(logprob)
         if kept_ids is not None:
             self.kept_ids.append(kept_ids)
+        if routing is not None:
+            self.routing.append(routing)
 
     def finish_reason(self, decode: Callable[[Sequence[int]], str] | None) -> FinishReason | None:
         """Why the newest token ends the reply; None where it does not.
@@ -71,7 +86,14 @@ class Running:
             version_spans=tuple(self.spans),
             finish_reason=reason,
             kept_ids=tuple(self.kept_ids) if carries else None,
+            routing=self._routing_ids(),
         )
+
+    def _routing_ids(self) -> RoutingIds | None:
+        if not self.routing:
+            return None
+        prompt, *steps = self.routing  # the prompt's is shared with the other members of the group
+        return RoutingIds((prompt, torch.cat(steps)) if steps else (prompt,))
 
 
 def check_request(request: GenerationRequest, vocab_size: int, max_context: int, *, has_decode: bool) -> None:

@@ -16,8 +16,10 @@ from typing import Any, Generic, TypeVar
 
 from headrace.config.offline import DEFAULT_HELD_OUT, DataConfig
 from headrace.config.problems import nearest
+from headrace.config.schema import SupervisedDataConfig
 from headrace.environments.tasks_file import checked_messages, held_out_keys, prompt_key, prompt_messages, read_rows
 from headrace.errors import ConfigError
+from headrace.protocols import TaskSource
 from headrace.types import Message
 
 
@@ -69,6 +71,27 @@ class Rows(Generic[R]):
 def read_conversations(config: DataConfig) -> Rows[Conversation]:
     """Rows ``{"messages": [{"role", "content", "weight"?}, ...]}``. Raises ConfigError naming file and line."""
     return _read(config, _conversation, ("messages",), "conversations")
+
+
+def read_supervised(section: SupervisedDataConfig | None, held_out: TaskSource) -> Rows[Conversation] | None:
+    """The same rows for a run with rollouts, all of them to train on; None without the section. Raises ConfigError
+    naming file and line: also for too few rows, and for a prompt that the run's evaluations hold out."""
+    if section is None:
+        return None
+    rows = _file(section.path, _conversation, ("messages",), "conversations")
+    if len(rows) < section.conversations_per_batch:
+        raise ConfigError(
+            f"supervised_data.conversations_per_batch = {section.conversations_per_batch}, but {section.path} holds "
+            f"{len(rows)}: a batch would imitate some of them twice; lower it, or add rows"
+        )
+    kept_out = {prompt_key(held_out[i].messages): held_out[i].id for i in range(len(held_out))}
+    for row in rows:
+        if (task := kept_out.get(prompt_key(row.prompt))) is not None:
+            raise ConfigError(
+                f"{row.where}: this prompt is that of the held-out task {task!r}, whose evaluation would measure what "
+                "was imitated; remove the row"
+            )
+    return Rows(train=tuple(rows), held_out=(), fingerprint=_fingerprint(rows))
 
 
 def read_pairs(config: DataConfig) -> Rows[Pair]:

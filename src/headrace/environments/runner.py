@@ -212,6 +212,7 @@ class _Play:
                 logprobs=generation.logprobs,
                 version_spans=generation.version_spans,
                 kept_ids=generation.kept_ids,
+                routing=generation.routing,
             )
         )
         return runner.renderer.decode(generation.ids), runner.clock() - before_s, generation.finish_reason

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from headrace.child_process import child_environment
+from headrace.child_process import child_environment, how_it_ended
 from headrace.config.problems import nearest
 from headrace.config.schema import ReasoningGymTasks
 from headrace.environments.task_list import TaskList, TaskSplits
@@ -67,9 +67,10 @@ def _generate(config: ReasoningGymTasks, deadline_s: float) -> dict[str, Any]:
             f"{deadline_s:g} s; lower tasks.size"
         ) from None
     if done.returncode:
+        printed = done.stderr.strip()[-800:] or "nothing"
         raise ConfigError(
-            f"reasoning-gym {config.dataset!r} failed while making problems (exit status {done.returncode}): "
-            f"{done.stderr.strip()[-800:]}"
+            f"reasoning-gym {config.dataset!r} failed while making problems: its process "
+            f"{how_it_ended(done.returncode, lower='tasks.size')}. It printed: {printed}"
         )
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

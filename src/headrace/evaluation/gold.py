@@ -20,11 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
-from headrace.evaluation.result import EvaluationResult
+from headrace.evaluation.result import GOLD, PROXY, EvaluationResult
 
-GOLD = "gold"
-"""Name of the component that holds the gold standard's value."""
-PROXY = "reward"
 LEVEL = 0.005
 MIN_TASKS = 8
 NUM_IN_A_ROW = 2
@@ -54,7 +51,7 @@ class GoldCheck:
 
     def add(self, update: int, result: EvaluationResult) -> dict[str, float]:
         """``update``: number of the policy version that was evaluated."""
-        interval = result.component(GOLD)
+        interval = result.gold()
         if interval is None or not result.is_valid:
             return {}
         proxy = result.component(PROXY)
@@ -106,14 +103,15 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) / math.sqrt(len(values))
 
 
-def recorded_evaluations(run_path: Path, up_to_update: int) -> list[tuple[int, EvaluationResult]]:
-    """(update, evaluation) that a run has recorded up to ``up_to_update``, oldest first; of one update that of the last
-    lineage. An unreadable file raises EvaluationError: a check that forgot its reference would be no check."""
+def recorded_evaluations(run_path: Path, up_to_update: int | None = None) -> list[tuple[int, EvaluationResult]]:
+    """(update, evaluation) that a run has recorded up to ``up_to_update`` (None: all), oldest first; of one update that
+    of the last lineage. An unreadable file raises EvaluationError: a check that forgot its reference would be none."""
     newest: dict[int, EvaluationResult] = {}
     for file in (run_path / "evaluations").glob("version-*.json"):
         result = EvaluationResult.from_json(file.read_text(encoding="utf-8"))
-        if result.versions and result.versions[0].number <= up_to_update:
-            number = result.versions[0].number
-            if number not in newest or newest[number].versions < result.versions:
-                newest[number] = result
+        number = result.versions[0].number if result.versions else None
+        if number is None or (up_to_update is not None and number > up_to_update):
+            continue
+        if number not in newest or newest[number].versions < result.versions:
+            newest[number] = result
     return sorted(newest.items(), key=lambda item: item[0])

@@ -12,12 +12,14 @@ from headrace.evaluation.statistics import Interval
 
 
 def result_table(results: Mapping[str, EvaluationResult], *, title: str = "Held-out evaluation") -> Table:
-    """One row for each named result: sampled, greedy and exact-format accuracy with 95 % intervals, and the counts.
+    """One row for each named result: sampled, greedy and exact-format accuracy with 95 % intervals, and the counts;
+    where there is a gold standard, what it says of the sampled replies.
 
     What makes a result invalid is said in the caption: a table must not look better than its data.
     """
     table = Table(title=title, title_justify="left", caption_justify="left")
-    for heading in ("", "policy", "sampled", "greedy", "exact format", "scored"):
+    has_gold = any(result.gold() is not None for result in results.values())
+    for heading in ("", "policy", "sampled", "greedy", *(["gold"] if has_gold else []), "exact format", "scored"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     notes = []
     for name, result in results.items():
@@ -27,6 +29,7 @@ def result_table(results: Mapping[str, EvaluationResult], *, title: str = "Held-
             ", ".join(map(str, result.versions)) or "-",
             _cell(result.accuracy("sampled")),
             _cell(result.accuracy("greedy")),
+            *([_cell(result.gold())] if has_gold else []),
             _cell(result.exact_format(mode)),
             f"{result.num_scored}/{result.num_planned}",
             style=None if result.is_valid else "red",
@@ -44,7 +47,9 @@ def comparison_table(comparison: Comparison, first: str, second: str) -> Table:
     table = Table(title=f"{second} minus {first}, paired by task", title_justify="left", caption_justify="left")
     for heading in ("", "difference", "95 % interval", "p", "better", "worse", "tasks", "verdict"):
         table.add_column(heading, justify="left" if heading in ("", "verdict") else "right", no_wrap=True)
-    for name, paired in (("sampled", comparison.sampled), ("greedy", comparison.greedy)):
+    rows = [("sampled", comparison.sampled), ("greedy", comparison.greedy)]
+    rows += [("gold", comparison.gold)] if comparison.gold is not None else []
+    for name, paired in rows:
         if paired is None:
             table.add_row(name, *["-"] * 6, "not measured on both sides")
             continue

@@ -17,6 +17,10 @@ from headrace.evaluation.statistics import Interval, PairedDifference, accuracy_
 from headrace.types import PolicyVersion
 
 SCHEMA_VERSION = 1
+GOLD = "gold"
+"""Name of the component that holds the gold standard's value, where ``PROXY`` is beside it."""
+PROXY = "reward"
+"""Name of the component that holds the value that is trained on, where there is a gold standard."""
 Mode = Literal["sampled", "greedy"]
 
 
@@ -130,6 +134,16 @@ class EvaluationResult:
         scores = self.component_scores(name, mode)
         return accuracy_interval(list(scores.values()), level=level) if scores else None
 
+    def gold_scores(self) -> dict[str, list[float]]:
+        """Task id -> the gold standard's values of the sampled replies; empty where nothing was judged by one. A reward
+        that merely is called gold is none: it has no proxy beside it."""
+        return self.component_scores(GOLD) if self.component_scores(PROXY) else {}
+
+    def gold(self, *, level: float = 0.95) -> Interval | None:
+        """Mean of :meth:`gold_scores`, clustered by task."""
+        scores = self.gold_scores()
+        return accuracy_interval(list(scores.values()), level=level) if scores else None
+
     def pass_at_k(self, k: int, *, correct_from: float = 1.0) -> float:
         """Mean over tasks of the unbiased pass@k; a sample is right from score ``correct_from`` on.
 
@@ -214,6 +228,8 @@ class Comparison:
 
     sampled: PairedDifference | None
     greedy: PairedDifference | None
+    gold: PairedDifference | None = None
+    """By the gold standard, of sampled replies."""
     problems: tuple[str, ...] = ()
     """Why the two results should not be compared, where the caller allowed it all the same."""
 
@@ -228,23 +244,26 @@ def compare(a: EvaluationResult, b: EvaluationResult, *, allow_invalid: bool = F
     problems = tuple(f"{side}: {p}" for side, r in (("first result", a), ("second result", b)) for p in r.problems)
     if problems and not allow_invalid:
         raise EvaluationError("an invalid evaluation cannot be compared. " + " | ".join(problems))
-    by_id = {t.task_id: t for t in b.tasks}
-    hashes = {task_id: t.content_hash for task_id, t in by_id.items()}
+    hashes = {t.task_id: t.content_hash for t in b.tasks}
     unmatched = [t.task_id for t in a.tasks if hashes.get(t.task_id) != t.content_hash]
     if unmatched or len(a.tasks) != len(b.tasks):
         raise EvaluationError(
             f"the two results are not of the same tasks: {len(a.tasks)} and {len(b.tasks)} tasks, "
             f"{len(unmatched)} of the first without an equal twin (such as {unmatched[:3]}); evaluate both on one set"
         )
-    return Comparison(sampled=_paired(a, by_id, "sampled"), greedy=_paired(a, by_id, "greedy"), problems=problems)
+    return Comparison(
+        sampled=_paired(_scores(a, "sampled"), _scores(b, "sampled")),
+        greedy=_paired(_scores(a, "greedy"), _scores(b, "greedy")),
+        gold=_paired(a.gold_scores(), b.gold_scores()),
+        problems=problems,
+    )
 
 
-def _paired(a: EvaluationResult, b_by_id: Mapping[str, TaskResult], mode: Mode) -> PairedDifference | None:
-    scores_a, scores_b = [], []
-    for task in a.tasks:
-        left = [x.score for x in task.attempts(mode) if x.score is not None]
-        right = [x.score for x in b_by_id[task.task_id].attempts(mode) if x.score is not None]
-        if left and right:
-            scores_a.append(left)
-            scores_b.append(right)
-    return paired_difference(scores_a, scores_b) if len(scores_a) >= 2 else None
+def _scores(result: EvaluationResult, mode: Mode) -> dict[str, list[float]]:
+    return {t.task_id: [x.score for x in t.attempts(mode) if x.score is not None] for t in result.tasks}
+
+
+def _paired(a: Mapping[str, list[float]], b: Mapping[str, list[float]]) -> PairedDifference | None:
+    """Task id -> scores, on both sides."""
+    both = [task_id for task_id, scores in a.items() if scores and b.get(task_id)]
+    return paired_difference([a[i] for i in both], [b[i] for i in both]) if len(both) >= 2 else None

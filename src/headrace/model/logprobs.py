@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headrace.model.attention import Routing
 from headrace.model.head import OutputHead, VocabShard
 from headrace.model.packing import PackedRow
 
@@ -40,11 +41,15 @@ def token_logprobs(
 
     The order is that of the row's ``slot_N``. The entropies' gradient is only computed if something uses it.
     """
-    hidden_1TD = model.base_model(
-        input_ids=row.ids_1T, position_ids=row.positions_1T, layout=row.layout, use_cache=False
+    return score_hidden(hidden_states(model, row), head, row, max_logit_tokens=max_logit_tokens)
+
+
+def hidden_states(model: PreTrainedModel, row: PackedRow, routing: Routing | None = None) -> Tensor:
+    """[U, D]: the last hidden states of a row's predictors, behind the model's final norm, with gradient."""
+    hidden_1TD: Tensor = model.base_model(
+        input_ids=row.ids_1T, position_ids=row.positions_1T, layout=row.layout, routing=routing, use_cache=False
     ).last_hidden_state
-    hidden_UD = hidden_1TD[0].index_select(0, row.predictor_U)
-    return score_hidden(hidden_UD, head, row, max_logit_tokens=max_logit_tokens)
+    return hidden_1TD[0].index_select(0, row.predictor_U)
 
 
 def score_hidden(

@@ -10,7 +10,7 @@ Two samples, a prompt of three tokens and the trained tokens in capitals::
           p q r E F G         position  0 1 2 | 3 4 5 | 3 4
                               predicts  A,E from r (once); B from A; D from c; F from E; G from F
 
-Legend: T tokens of the row, U distinct predictors, N trained tokens.
+Legend: T tokens of the row, U distinct predictors, N trained tokens, L routers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from headrace.types import AttemptKey, Sample
 
 IndexedSample = tuple[int, Sample]
 """A sample and its place in the caller's list."""
+
+
+BALANCE_STEPS = 64
+"""Micro-batches are balanced to this fraction of their largest length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,10 @@ class PackedRow:
     """Trained tokens of each sample; tokens are in sample order, then in order of their slots."""
     kept_N: tuple[tuple[int, ...] | None, ...] | None
     """Ids that could have been sampled, for truncated sampling; None where no token carries any."""
+    uses_T: Tensor
+    """Of how many samples the token of the row is a part; 0 for padding."""
+    recorded_TLK: Tensor | None
+    """The experts that the engine chose: int16, -1 for tokens without a record. None where no sample has one."""
 
     @property
     def num_tokens(self) -> int:
@@ -95,8 +103,26 @@ def input_length(sample: Sample) -> int:
 def split_microbatches(samples: Sequence[Sample], max_tokens: int, *, share_prompts: bool) -> list[list[IndexedSample]]:
     """Micro-batches of at most ``max_tokens`` packed tokens; an episode that is longer gets one of its own.
 
-    Samples without trained tokens are left out. The same samples in the same order give the same micro-batches.
+    As few as filling them in order needs, and of about equal length: a full one and a small rest would cost the same
+    time and more memory at the peak. Samples without trained tokens are left out. The same samples in the same order
+    give the same micro-batches.
     """
+    batches = _fill(samples, max_tokens, share_prompts)
+    if len(batches) < 2:
+        return batches
+    low, high = max_tokens // len(batches), max_tokens  # low: too small, or nearly
+    while high - low > max(1, max_tokens // BALANCE_STEPS):
+        middle = (low + high) // 2
+        tried = _fill(samples, middle, share_prompts)
+        if len(tried) > len(batches):
+            low = middle
+        else:
+            batches, high = tried, middle
+    return batches
+
+
+def _fill(samples: Sequence[Sample], max_tokens: int, share_prompts: bool) -> list[list[IndexedSample]]:
+    """Micro-batches filled one after another, a group's samples side by side."""
     groups: dict[object, dict[AttemptKey, list[IndexedSample]]] = {}
     group_of: dict[AttemptKey, object] = {}
     for index, sample in enumerate(samples):
@@ -207,7 +233,38 @@ def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dt
         slot_N=torch.tensor(slot, device=device),
         num_N=tuple(sample.num_trained for _, sample in ordered),
         kept_N=_kept_ids(ordered),
+        uses_T=_uses(trees).to(device),
+        recorded_TLK=_recorded(trees, device),
     )
+
+
+def _uses(trees: Sequence[tuple[TreeShape, list[IndexedSample]]]) -> Tensor:
+    uses: list[int] = []
+    for shape, members in trees:
+        uses += [len(members)] * shape.prompt_length + [1] * sum(shape.reply_lengths)
+    return torch.tensor(uses)
+
+
+def _recorded(trees: Sequence[tuple[TreeShape, list[IndexedSample]]], device: torch.device) -> Tensor | None:
+    """A shared prompt has the record of its first sample that has one: the others' is the same prompt's."""
+    samples = [sample for _, members in trees for _, sample in members]
+    one = next((sample.routing for sample in samples if sample.routing is not None), None)
+    if one is None:
+        return None
+    shape = one.parts[0].shape[1:]
+
+    def of(sample: Sample, start: int, end: int) -> list[Tensor]:
+        if sample.routing is None:
+            return [torch.full((end - start, *shape), -1, dtype=torch.int16)]
+        return [part.to(torch.int16) for part in sample.routing.span(start, end).parts]
+
+    pieces: list[Tensor] = []
+    for tree, members in trees:
+        own = [sample for _, sample in members]
+        pieces += of(next((s for s in own if s.routing is not None), own[0]), 0, tree.prompt_length)
+        for sample in own:
+            pieces += of(sample, tree.prompt_length, input_length(sample))
+    return torch.cat(pieces).to(device)
 
 
 def pad_row(row: PackedRow, num_tokens: int) -> PackedRow:
@@ -224,7 +281,13 @@ def pad_row(row: PackedRow, num_tokens: int) -> PackedRow:
         ids_1T=torch.cat((row.ids_1T, zeros_1T), dim=1),
         positions_1T=torch.cat((row.positions_1T, zeros_1T), dim=1),
         layout=row.layout.padded(missing),
+        uses_T=_padded(row.uses_T, missing, 0),
+        recorded_TLK=None if row.recorded_TLK is None else _padded(row.recorded_TLK, missing, -1),
     )
+
+
+def _padded(values_T: Tensor, missing: int, value: int) -> Tensor:
+    return torch.cat((values_T, values_T.new_full((missing, *values_T.shape[1:]), value)))
 
 
 def empty_row(dtype: torch.dtype, device: torch.device) -> PackedRow:
@@ -244,6 +307,8 @@ def empty_row(dtype: torch.dtype, device: torch.device) -> PackedRow:
         slot_N=zero,
         num_N=(),
         kept_N=None,
+        uses_T=zero,
+        recorded_TLK=None,
     )
 
 

@@ -14,14 +14,14 @@ from headrace.model.load import LoadedModel
 from headrace.model.renderer import ChatRenderer
 from headrace.model.replies import check_length, reply_ids, written_sample
 from headrace.offline.pairs import pair_accuracy, pair_samples
-from headrace.offline.run import Metrics, OfflineResult, Tell, train_offline
+from headrace.offline.run import Metrics, OfflineResult, Tell, say, train_offline
 from headrace.trainer.export import export_model
 from headrace.trainer.objectives import Dpo, reply_logprobs
 from headrace.trainer.offline import OfflineTrainer
 from headrace.types import AttemptKey, Sample
 
 
-def train_dpo(config: DpoConfig, *, resume: bool = False, tell: Tell = print) -> OfflineResult:
+def train_dpo(config: DpoConfig, *, resume: bool = False, tell: Tell = say) -> OfflineResult:
     """Train as ``config`` says; the model is exported to ``<run>/export``."""
     check_offline(config)
     rows = read_pairs(config.data)
@@ -97,6 +97,6 @@ class DirectPreference:
             "chosen_gain": sum(gained[chosen.id] for chosen, _ in self._held_out_samples) / len(self._held_out),
         }
 
-    def export(self, trainer: OfflineTrainer, path: Path) -> Metrics:
+    def export(self, path: Path) -> Metrics:
         export_model(self._loaded, path)
         return {}

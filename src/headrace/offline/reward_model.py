@@ -15,7 +15,7 @@ from headrace.model.replies import check_length
 from headrace.model.reward_model import Description, Probe, RewardModel, with_statistics
 from headrace.offline.calibration import calibrate, write_calibration
 from headrace.offline.pairs import content_free_pairs, pair_accuracy, pair_samples
-from headrace.offline.run import Metrics, OfflineResult, Tell, train_offline
+from headrace.offline.run import Metrics, OfflineResult, Tell, say, train_offline
 from headrace.trainer.export import export_model
 from headrace.trainer.objectives import BradleyTerry
 from headrace.trainer.offline import OfflineTrainer
@@ -26,7 +26,7 @@ NUM_FOR_STATISTICS = 1024
 """Training pairs whose scores give mean and standard deviation."""
 
 
-def train_reward_model(config: RewardModelConfig, *, resume: bool = False, tell: Tell = print) -> OfflineResult:
+def train_reward_model(config: RewardModelConfig, *, resume: bool = False, tell: Tell = say) -> OfflineResult:
     """Train as ``config`` says; the reward model is exported to ``<run>/export``, its calibration beside it."""
     check_offline(config)
     rows = read_pairs(config.data)
@@ -87,7 +87,7 @@ class Preferences:
             "ece": calibrate(differences).ece,
         }
 
-    def export(self, trainer: OfflineTrainer, path: Path) -> Metrics:
+    def export(self, path: Path) -> Metrics:
         """The folder that reward type ``reward_model`` loads."""
         calibration = calibrate(self._differences())
         accuracy = pair_accuracy(self._held_out, self._differences())

@@ -50,6 +50,11 @@ Tell = Callable[[str], None]
 Metrics = dict[str, float]
 
 
+def say(text: str) -> None:
+    """Print at once: a process that is killed takes along what waits in its buffer."""
+    print(text, flush=True)
+
+
 class Recipe(Protocol):
     """What one of the commands trains: built once its data was read and its model is there."""
 
@@ -67,7 +72,7 @@ class Recipe(Protocol):
 
     def validate(self, trainer: OfflineTrainer) -> Metrics: ...
 
-    def export(self, trainer: OfflineTrainer, path: Path) -> Metrics:
+    def export(self, path: Path) -> Metrics:
         """Write what came out into the new folder ``path``; returns last metrics."""
         ...
 
@@ -80,7 +85,7 @@ class OfflineResult:
     export: Path
     num_steps: int
     stopped: bool
-    """Ended by Ctrl-C before its last step; nothing was exported."""
+    """Ended by Ctrl-C or SIGTERM before its last step; nothing was exported."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last validation and the export."""
     first_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -94,7 +99,7 @@ def train_offline(
     kind: str,
     fingerprint: str,
     resume: bool = False,
-    tell: Tell = print,
+    tell: Tell = say,
 ) -> OfflineResult:
     """Train to the end, from the start or from the newest complete checkpoint. Everything that can be refused is
     refused before the run's folder is made. Raises HeadraceError and its kin for what the user can mend."""
@@ -103,7 +108,7 @@ def train_offline(
     torch.set_num_threads(config.trainer.num_threads or cores)
     keep_large_buffers()
     path = resolve_model_path(config.model.path)
-    loaded = load_model(path, config.model.dtype, lora=config.model.lora, seed=config.seed)
+    loaded = load_model(path, config.model.dtype, lora=config.model.lora, seed=config.seed, device=config.model.device)
     renderer = ChatRenderer(loaded.tokenizer, config.model.chat_template, generation_eos_ids(path))
     recipe = make(loaded, renderer)
     per_epoch = -(-len(recipe.examples) // config.trainer.batch_size)
@@ -118,6 +123,7 @@ def train_offline(
         config.trainer,
         num_steps=num_steps,
         activation_checkpointing=config.model.activation_checkpointing,
+        activation_budget_bytes=config.model.activation_budget_bytes,
     )
     run_dir = _open_folder(config, kind, fingerprint, resume)
     try:
@@ -152,7 +158,7 @@ class _Run:
 
     def run(self) -> OfflineResult:
         try:
-            with _stop_on_interrupt() as stop:
+            with _stop_on_signals() as stop:
                 return self._run(stop)
         finally:
             self.metrics.close()
@@ -217,7 +223,7 @@ class _Run:
         aside = path.with_name(f"{path.name}.tmp")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        metrics = self.recipe.export(self.trainer, aside)
+        metrics = self.recipe.export(aside)
         if path.exists():
             shutil.rmtree(path)
         aside.rename(path)
@@ -267,20 +273,27 @@ def _open_folder(config: OfflineConfig, kind: str, fingerprint: str, resume: boo
 
 
 @contextmanager
-def _stop_on_interrupt() -> Iterator[threading.Event]:
-    """The first Ctrl-C lets the running step finish and checkpoints; the second is Python's own."""
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """The first Ctrl-C or SIGTERM (a time limit's) lets the running step finish and checkpoints; the second is what it
+    was before."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = signal.getsignal(signal.SIGINT)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
 
-    def on_interrupt(*_: Any) -> None:
+    def on_signal(number: int, _: Any) -> None:
         stop.set()
-        signal.signal(signal.SIGINT, before)
+        text = f"{signal.Signals(number).name}: stopping after the step in progress; once more to leave at once\n"
+        os.write(2, text.encode())  # print() fails where the signal came in the middle of another print()
+        for each in numbers:
+            signal.signal(each, before[each])
 
-    signal.signal(signal.SIGINT, on_interrupt)
+    for number in numbers:
+        signal.signal(number, on_signal)
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in numbers:
+            signal.signal(number, before[number])

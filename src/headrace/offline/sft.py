@@ -16,14 +16,14 @@ from headrace.model.load import LoadedModel
 from headrace.model.logprobs import token_logprobs
 from headrace.model.renderer import ChatRenderer
 from headrace.model.replies import Weighted, check_length, conversation_samples
-from headrace.offline.run import Metrics, OfflineResult, Tell, train_offline
+from headrace.offline.run import Metrics, OfflineResult, Tell, say, train_offline
 from headrace.trainer.export import export_model
 from headrace.trainer.objectives import CrossEntropy
 from headrace.trainer.offline import OfflineTrainer
 from headrace.types import Sample
 
 
-def train_sft(config: SftConfig, *, resume: bool = False, tell: Tell = print) -> OfflineResult:
+def train_sft(config: SftConfig, *, resume: bool = False, tell: Tell = say) -> OfflineResult:
     """Fine-tune as ``config`` says; the model is exported to ``<run>/export``."""
     check_offline(config)
     rows = read_conversations(config.data)
@@ -75,6 +75,6 @@ class Supervised:
         interval = accuracy_interval(losses, is_share=False)
         return {"nll": interval.mean, "nll_low": interval.low, "nll_high": interval.high}
 
-    def export(self, trainer: OfflineTrainer, path: Path) -> Metrics:
+    def export(self, path: Path) -> Metrics:
         export_model(self._loaded, path)
         return {}

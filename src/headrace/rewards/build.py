@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from headrace.config.base import Section
 from headrace.config.problems import nearest
-from headrace.config.schema import RewardConfig, Section
+from headrace.config.schema import RewardConfig
 from headrace.errors import ConfigError
 from headrace.protocols import Reward
 from headrace.rewards.base import RewardBase, RewardFunction, reward_name

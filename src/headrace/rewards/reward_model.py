@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
-from headrace.config.schema import Section
+from headrace.config.base import Section
 from headrace.daemon_thread import DaemonThread
 from headrace.errors import ConfigError
 from headrace.rewards.base import RewardBase, invalid
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 DESCRIPTION_FILE = "reward_model.json"
 QUEUE_DEADLINE_S = 600.0
 """Longest wait for the passes of the replies that came before."""
-MAX_PROBE_ERROR = {"float32": 1e-3, "bfloat16": 0.1}
-"""Of a probe's score, in standard deviations, between the process that wrote it and this one."""
+MAX_PROBE_ERROR = {"float32": 1e-3, "bfloat16": 0.5}
+"""Of a probe's score, in standard deviations, between the process that wrote it and this one. In bfloat16 another
+machine rounds otherwise: between bfloat16 and float32 SmolLM2-135M's scores differ by 0.29 at most (root mean square
+0.08); other weights, another template or place move some probe further."""
 CONTENT_FREE = ("", ".", ":")
 """Replies that must not beat chosen ones (FAILURES 162)."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from headrace.config.schema import Section
+from headrace.config.base import Section
 from headrace.rewards.base import RewardBase, missing_answer
 from headrace.rewards.extract import Extracted, Where, extract, number_value
 from headrace.types import Episode, Score, ScoreResult

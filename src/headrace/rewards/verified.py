@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -137,7 +138,8 @@ class FunctionReward(PooledReward):
 
     async def score(self, episode: Episode) -> ScoreResult:
         try:
-            pickled = base64.b64encode(pickle.dumps(episode)).decode()
+            without_routing = replace(episode, trace=episode.trace.without_routing())
+            pickled = base64.b64encode(pickle.dumps(without_routing)).decode()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             message = (
                 f"task {episode.task.id!r} cannot be sent to a reward worker: {error}; its values must be picklable"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.child_process import child_environment
+from headrace.child_process import child_environment, how_it_ended
 
 TAG_VARIABLE = "HEADRACE_WORKER_TAG"
 _LINE_LIMIT_BYTES = 64 << 20
@@ -110,11 +110,8 @@ class WorkerProcess:
         if code in (-signal.SIGPROF, -signal.SIGXCPU):
             return WorkerDied("cpu", f"{self._name} used up its CPU seconds")
         if code < 0:
-            hint = " (the system may be out of memory)" if code == -signal.SIGKILL else ""
-            return WorkerDied(
-                "killed", f"{self._name} was killed by {signal.Signals(-code).name}{hint}{self._printed()}"
-            )
-        return WorkerDied("exited", f"{self._name} exited with status {code} before it answered{self._printed()}")
+            return WorkerDied("killed", f"{self._name} {how_it_ended(code)}{self._printed()}")
+        return WorkerDied("exited", f"{self._name} {how_it_ended(code)} before it answered{self._printed()}")
 
     def _printed(self) -> str:
         return f"; it printed: {self.stderr_tail[-500:]}" if self._stderr_tail else ""

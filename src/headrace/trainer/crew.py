@@ -16,7 +16,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -25,17 +27,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.algorithms.fields import Minibatch
-from headrace.child_process import child_environment
+from headrace.child_process import child_environment, how_it_ended
 from headrace.config.load import resolved
 from headrace.config.schema import RunConfig
+from headrace.errors import HeadraceError
 from headrace.model.parallel.mesh import join_processes
 from headrace.protocols import Algorithm, WeightUpdate
 from headrace.trainer.distributed import ParallelTrainer
+from headrace.trainer.memory import MemoryUse
 from headrace.trainer.weights import NonFiniteError
 from headrace.types import PolicyVersion, Sample
 
 STOP_DEADLINE_S = 10.0
+END_GRACE_S = 2.0
+"""From a failed verb to the end of the follower that made it fail."""
+_LESS_MEMORY = "trainer.max_microbatch_tokens, or raise an axis of [parallel]"
 _INHERITED = ("HEADRACE_HOME", "HF_HOME", "HF_HUB_OFFLINE")
+
+
+class FollowerDied(HeadraceError):
+    """Another process of the run ended, so that its leader cannot go on; the message says how it ended."""
 
 
 class Followers:
@@ -60,6 +71,27 @@ class Followers:
             for rank in range(1, config.parallel.world_size)
         ]
         self.address = address
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """What fails inside because a follower ended says so: the leader's own error is only of a lost connection."""
+        try:
+            yield
+        except RuntimeError as error:
+            if ends := self._ends():
+                raise FollowerDied(f"{'; '.join(ends)}. The leader saw: {error}") from error
+            raise
+
+    def _ends(self) -> list[str]:
+        """How those ended that have ended, or do so within END_GRACE_S."""
+        end_s = time.monotonic() + END_GRACE_S
+        while not any(process.poll() is not None for process in self._processes) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return [
+            f"process {rank} of the run {how_it_ended(process.returncode, lower=_LESS_MEMORY)}"
+            for rank, process in enumerate(self._processes, start=1)
+            if process.poll() is not None
+        ]
 
     def stop(self) -> None:
         """End them. They hold nothing that is not on disk already."""
@@ -108,38 +140,44 @@ class LeadingTrainer:
         return self._own.last_logprobs()
 
     def set_lineage(self, lineage: int) -> None:
-        self._tell("set_lineage", lineage)
-        self._own.set_lineage(lineage)
+        with self._told("set_lineage", lineage):
+            self._own.set_lineage(lineage)
 
-    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"] = "policy") -> list[Tensor]:
-        self._tell("forward", tuple(samples), model)
-        return self._own.forward(samples, model)
+    def forward(
+        self, samples: Sequence[Sample], model: Literal["policy", "reference", "critic"] = "policy"
+    ) -> list[Tensor]:
+        with self._told("forward", tuple(samples), model):
+            return self._own.forward(samples, model)
 
     def forward_backward(self, minibatch: Minibatch, algorithm: Algorithm) -> dict[str, float]:
         """``algorithm`` must be the one that the configuration names: followers use their own."""
-        self._tell("forward_backward", minibatch)
-        return self._own.forward_backward(minibatch, algorithm)
+        with self._told("forward_backward", minibatch):
+            return self._own.forward_backward(minibatch, algorithm)
 
     def optim_step(self) -> dict[str, float]:
-        self._tell("optim_step")
-        return self._own.optim_step()
+        with self._told("optim_step"):
+            return self._own.optim_step()
+
+    def memory(self) -> list[MemoryUse]:
+        with self._told("memory"):
+            return self._own.memory()
 
     def publish(self) -> WeightUpdate:
         """The next version; its weights come bucket by bucket when the engine takes them."""
-        self._tell("publish")
-        return self._with_weights(self._own.publish().version)
+        with self._told("publish"):
+            return self._with_weights(self._own.publish().version)
 
     def current_weights(self) -> WeightUpdate:
         """The present version with its weights, after a restore."""
         return self._with_weights(self.version)
 
     def save(self, path: Path) -> None:
-        self._tell("save", path)
-        self._own.save(path)
+        with self._told("save", path):
+            self._own.save(path)
 
     def restore(self, path: Path) -> None:
-        self._tell("restore", path)
-        self._own.restore(path)
+        with self._told("restore", path):
+            self._own.restore(path)
 
     def close(self) -> None:
         """End the followers and leave the group; no verb works afterwards. A verb that hangs ends with an error."""
@@ -151,11 +189,15 @@ class LeadingTrainer:
 
     def weight_buckets(self) -> Iterator[dict[str, Tensor]]:
         """The present weights in the compute type, whole tensors in bounded buckets. Take all of them."""
-        self._tell("publish_buckets")
-        yield from self._own.publish_buckets()
+        with self._told("publish_buckets"):
+            yield from self._own.publish_buckets()
 
-    def _tell(self, verb: str, *arguments: Any) -> None:
-        dist.broadcast_object_list([(verb, arguments)], src=0, group=self._verbs)
+    @contextmanager
+    def _told(self, verb: str, *arguments: Any) -> Iterator[None]:
+        """The followers make this call; the leader's own comes inside. Raises FollowerDied where one of them ended."""
+        with self._followers.explained():
+            dist.broadcast_object_list([(verb, arguments)], src=0, group=self._verbs)
+            yield
 
 
 def follow(own: ParallelTrainer, algorithm: Algorithm, verbs: dist.ProcessGroup) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,17 +24,22 @@ from headrace.config.schema import TrainerConfig
 from headrace.model.load import DTYPES, LoadedModel
 from headrace.model.packing import PackedRow, empty_row, pack
 from headrace.model.parallel.apply import parallelize, parallelize_frozen
+from headrace.model.parallel.forecast import Pass
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.parallel.stage import PolicyStage
 from headrace.model.parallel.state import whole_tensors
+from headrace.model.routing import RouterLoad
 from headrace.protocols import Algorithm, WeightUpdate
 from headrace.trainer.balance import check_same_samples, microbatches, share_out
+from headrace.trainer.memory import MemoryGauge, MemoryUse
 from headrace.trainer.metrics import MinibatchMetrics
 from headrace.trainer.passes import score_rows, train_rows
+from headrace.trainer.recompute import recompute_activations
+from headrace.trainer.routers import Routers
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.sharded_checkpoint import load_shards, save_shards
 from headrace.trainer.shards import ShardedWeights
-from headrace.trainer.trainer import _add_token_metrics, _fields, _select, _skipped, checkpoint_activations
+from headrace.trainer.trainer import _add_token_metrics, _fields, _select, _skipped
 from headrace.trainer.weights import NonFiniteError, read_state, write_state
 from headrace.types import PolicyVersion, Sample
 
@@ -64,6 +70,7 @@ class ParallelTrainer:
         num_steps: int,
         with_reference: bool = False,
         activation_checkpointing: bool = False,
+        activation_budget_bytes: int | None = None,
         lineage: int = 0,
     ) -> None:
         """See ``PolicyTrainer``. ``loaded`` is split in place: its model is of no other use afterwards."""
@@ -71,11 +78,21 @@ class ParallelTrainer:
         self._mesh = mesh
         self._num_steps = num_steps
         self._dtype = DTYPES[loaded.dtype]
+        self._routers = Routers.of(loaded.model, config)  # before a stage keeps its own only
         limit = config.max_logit_tokens
+        work = Pass(
+            num_tokens=config.max_microbatch_tokens,
+            max_logit_tokens=limit,
+            dtype=loaded.dtype,
+            activation_checkpointing=activation_checkpointing,
+            activation_budget_bytes=activation_budget_bytes,
+            with_reference=with_reference,
+            num_rows=max(2, mesh.config.pp),
+        )
+        self._gauge = MemoryGauge(loaded, work, mesh.config, stage=mesh.rank("pp"))
         self._reference = parallelize_frozen(loaded, mesh, max_logit_tokens=limit) if with_reference else None
-        if activation_checkpointing:
-            checkpoint_activations(loaded.model)
         model = parallelize(loaded, mesh, max_logit_tokens=limit)
+        recompute_activations(model.stage.model, work, mesh.config, mesh.rank("pp"))
         self._stage = model.stage
         self._weights = ShardedWeights(model, config, mesh)
         self._version = PolicyVersion(lineage, 0)
@@ -104,16 +121,28 @@ class ParallelTrainer:
         """As ``PolicyTrainer.last_logprobs``: of all processes' samples, on every process."""
         return dict(self._last_logprobs)
 
+    def memory(self) -> list[MemoryUse]:
+        """What each process has needed at its peak, beside its forecast, in order of ranks. Collective."""
+        own = self._gauge.read()
+        gathered = [own] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        return gathered
+
     # ------------------------------------------------------------------------------------------ passes
 
-    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"] = "policy") -> list[Tensor]:
+    def forward(
+        self, samples: Sequence[Sample], model: Literal["policy", "reference", "critic"] = "policy"
+    ) -> list[Tensor]:
         """Log-probabilities of all ``samples``, each float32 [T] on the CPU, 0 where the mask is 0. Collective."""
+        if model == "critic":
+            raise ValueError("a trainer of several processes has no critic")
         stage: PolicyStage | None = self._stage if model == "policy" else self._reference
         if stage is None:
             raise ValueError("this trainer was built without a reference model (with_reference=True)")
         check_same_samples(samples, "forward")
         rows = self._rows(samples)
-        scores = score_rows(stage, self._mesh, rows)
+        routing_of = self._routers.new_pass if self._routers is not None and model == "policy" else None
+        scores = score_rows(stage, self._mesh, rows, routing_of)
         own = {
             index: logprobs_T
             for i, scores_2N in scores.items()
@@ -145,16 +174,42 @@ class ParallelTrainer:
             logprobs.update(zip(row.indices, values, strict=True))
             return loss if loss.requires_grad else loss + 0 * scores_2N.sum()
 
-        train_rows(self._stage, self._mesh, rows, loss_of, needs_entropy=algorithm.needs.entropy)
+        routers = self._routers
+        slope_LE = None if routers is None else self._balance_slope(routers, kept.samples, rows)
+        routing_of = None if routers is None else partial(routers.new_pass, slope_LE=slope_LE)
+        entropy = algorithm.needs.entropy
+        train_rows(self._stage, self._mesh, rows, loss_of, needs_entropy=entropy, routing_of=routing_of)
+        router_metrics = {} if routers is None else routers.metrics(self._router_load(routers))
         self._raise_together(broken)
         self._weights.finish_gradients()
         found = self._gather(kept.samples, logprobs)
         self._last_logprobs = {sample.id: found[i] for i, sample in enumerate(kept.samples) if sample.num_trained}
-        return self._merge(metrics).result() | {
-            "num_trained_tokens": float(sum(sample.num_trained for sample in kept.samples)),
-            "num_samples": float(len(minibatch.samples)),
-            "num_skipped_samples": float(len(minibatch.samples) - len(kept.samples)),
-        }
+        return (
+            self._merge(metrics).result()
+            | router_metrics
+            | {
+                "num_trained_tokens": float(sum(sample.num_trained for sample in kept.samples)),
+                "num_samples": float(len(minibatch.samples)),
+                "num_skipped_samples": float(len(minibatch.samples) - len(kept.samples)),
+            }
+        )
+
+    def _balance_slope(self, routers: Routers, samples: Sequence[Sample], rows: Sequence[PackedRow]) -> Tensor | None:
+        """As ``PolicyTrainer``'s, of the minibatch of all processes. Collective."""
+        routers.check_recorded(samples)
+        if not routers.coefficient:
+            return None
+        score_rows(self._stage, self._mesh, rows, routers.new_pass)
+        return self._router_load(routers).slope(routers.coefficient)
+
+    def _router_load(self, routers: Routers) -> RouterLoad:
+        """Of the last pass, over all processes. Collective."""
+        load = routers.new_load()
+        if self._mesh.rank("tp") == 0:  # the ranks of a tp group route the same tokens
+            for routing in self._stage.routings:
+                load.add(routing)
+        dist.all_reduce(load.sums_LX)
+        return load
 
     def _row_loss(
         self, minibatch: Minibatch, row: PackedRow, scores_2N: Tensor, algorithm: Algorithm, metrics: MinibatchMetrics
@@ -271,7 +326,7 @@ class ParallelTrainer:
     def restore(self, path: Path) -> None:
         """Become the trainer that saved ``path``, whatever layout it had. Collective. Raises CheckpointError."""
         state = read_state(path)
-        load_shards(self._weights, path, int(state["num_moves"]))
+        load_shards(self._weights, path, state.get("num_moves"))
         self._version = PolicyVersion(*state["version"])
         self._step = int(state["step"])
         self._num_steps_since_publish = int(state["num_steps_since_publish"])

@@ -41,14 +41,13 @@ def _merged(loaded: LoadedModel) -> dict[str, Tensor]:
 
 
 def export_checkpoint(source: Path, dest: Path) -> Path:
-    """Export a checkpoint as a plain Hugging Face folder at ``dest``, and return ``dest``.
+    """Export a checkpoint of a run of the loop as a plain Hugging Face folder at ``dest``, and return ``dest``.
 
     ``source`` is a run's folder (its newest complete checkpoint is taken) or one of its checkpoint folders. Raises
     CheckpointError where there is none, or ``dest`` is not empty.
     """
-    checkpoint = _find_checkpoint(source)
-    if dest.exists() and any(dest.iterdir()):
-        raise CheckpointError(f"{dest} is not empty; name a new folder to export into")
+    checkpoint = find_checkpoint(source)
+    new_folder(dest)
     run_file = checkpoint.parent.parent / "run.json"
     config = restore_config(read_run_info(checkpoint.parent.parent)["config"], str(run_file))
     loaded = load_model(config.model.path, config.model.dtype, lora=config.model.lora, seed=config.seed)
@@ -57,7 +56,14 @@ def export_checkpoint(source: Path, dest: Path) -> Path:
     return dest
 
 
-def _find_checkpoint(source: Path) -> Path:
+def new_folder(dest: Path) -> None:
+    """Raises CheckpointError where ``dest`` holds anything."""
+    if dest.exists() and any(dest.iterdir()):
+        raise CheckpointError(f"{dest} is not empty; name a new folder to export into")
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint folder ``source``, or the newest complete one of the run ``source``. Raises CheckpointError."""
     if (source / STATE_FILE).is_file():
         return source
     checkpoints = find_checkpoints(source / "checkpoints")

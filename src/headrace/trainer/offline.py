@@ -14,9 +14,10 @@ import torch
 from headrace.config.offline import OfflineTrainerConfig
 from headrace.model.load import LoadedModel
 from headrace.model.packing import PackedRow, packed_rows
+from headrace.model.parallel.forecast import Pass
 from headrace.trainer.objectives import Objective, Sums
+from headrace.trainer.recompute import recompute_activations
 from headrace.trainer.schedule import learning_rate
-from headrace.trainer.trainer import checkpoint_activations
 from headrace.trainer.weights import NonFiniteError, TrainableWeights, read_state, write_state
 from headrace.types import Sample
 
@@ -38,16 +39,23 @@ class OfflineTrainer:
         *,
         num_steps: int,
         activation_checkpointing: bool = False,
+        activation_budget_bytes: int | None = None,
     ) -> None:
         """``num_steps``: optimizer steps of the whole run, for the schedule."""
         self._loaded = loaded
         self._config = config
         self._num_steps = num_steps
-        self._weights = TrainableWeights(loaded, config.optimizer())
+        self._weights = TrainableWeights(loaded, config)
         self.step = 0
         """Optimizer steps done."""
-        if activation_checkpointing:
-            checkpoint_activations(loaded.model)
+        work = Pass(
+            num_tokens=config.max_microbatch_tokens,
+            max_logit_tokens=config.max_logit_tokens,
+            dtype=loaded.dtype,
+            activation_checkpointing=activation_checkpointing,
+            activation_budget_bytes=activation_budget_bytes,
+        )
+        recompute_activations(loaded.model, work)
 
     def rows(self, samples: Sequence[Sample]) -> Iterator[PackedRow]:
         """Micro-batches; a prompt that samples share is computed once."""
@@ -95,7 +103,7 @@ class OfflineTrainer:
 
     def save(self, path: Path) -> None:
         """Weights, optimizer and step; nothing in it is ever unpickled."""
-        self._weights.save(path)
+        self._weights.writer(copied=False)(path)
         write_state(path, {"step": self.step})
 
     def restore(self, path: Path) -> None:

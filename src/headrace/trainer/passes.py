@@ -14,15 +14,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from headrace.model.packing import PackedRow
 from headrace.model.parallel.mesh import ParallelMesh
-from headrace.model.parallel.stage import PolicyStage
+from headrace.model.parallel.stage import PolicyStage, RoutingOf
 
 RowLoss = Callable[[int, Tensor], Tensor]
 """(number of the row, its scores [2, N]) -> the loss of that row, attached to the scores."""
 
 
-def score_rows(stage: PolicyStage, mesh: ParallelMesh, rows: Sequence[PackedRow]) -> dict[int, Tensor]:
+def score_rows(
+    stage: PolicyStage, mesh: ParallelMesh, rows: Sequence[PackedRow], routing_of: RoutingOf | None = None
+) -> dict[int, Tensor]:
     """Scores [2, N] of each row by its number, without gradient; empty where another stage computes them."""
-    stage.load(rows, needs_entropy=False)
+    stage.load(rows, needs_entropy=False, routing_of=routing_of)
     found: dict[int, Tensor] = {}
     with torch.no_grad():
         if mesh.config.pp == 1:
@@ -46,10 +48,16 @@ def score_rows(stage: PolicyStage, mesh: ParallelMesh, rows: Sequence[PackedRow]
 
 
 def train_rows(
-    stage: PolicyStage, mesh: ParallelMesh, rows: Sequence[PackedRow], loss_of: RowLoss, *, needs_entropy: bool
+    stage: PolicyStage,
+    mesh: ParallelMesh,
+    rows: Sequence[PackedRow],
+    loss_of: RowLoss,
+    *,
+    needs_entropy: bool,
+    routing_of: RoutingOf | None = None,
 ) -> None:
     """Add the gradient of every row's loss. ``loss_of`` is called where the last stage is."""
-    stage.load(rows, needs_entropy=needs_entropy)
+    stage.load(rows, needs_entropy=needs_entropy, routing_of=routing_of)
     if mesh.config.pp == 1:
         for i in range(len(rows)):
             loss_of(i, stage(index=torch.tensor([i]))).backward()  # type: ignore[no-untyped-call]

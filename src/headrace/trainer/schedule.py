@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.config.schema import ScheduleConfig
+from headrace.config.base import ScheduleConfig
 
 
 def learning_rate(peak: float, schedule: ScheduleConfig, step: int, num_steps: int) -> float:

@@ -12,27 +12,31 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.algorithms.fields import LossOutput, Minibatch, TokenFields, sample_columns
-from headrace.config.schema import TrainerConfig
+from headrace.config.schema import ParallelConfig, TrainerConfig
 from headrace.model.head import output_head
 from headrace.model.load import LoadedModel
-from headrace.model.logprobs import token_logprobs
+from headrace.model.logprobs import hidden_states, score_hidden
 from headrace.model.packing import PackedRow, pack, split_microbatches
+from headrace.model.parallel.forecast import Pass
+from headrace.model.routing import RouterPass
 from headrace.protocols import Algorithm, WeightUpdate, WholeMinibatchAlgorithm
+from headrace.trainer.critic import Critic
 from headrace.trainer.export import export_model
+from headrace.trainer.memory import MemoryGauge, MemoryUse
 from headrace.trainer.metrics import MinibatchMetrics
+from headrace.trainer.plan import may_skip
+from headrace.trainer.recompute import recompute_activations
+from headrace.trainer.routers import Routers
 from headrace.trainer.schedule import learning_rate
-from headrace.trainer.weights import NonFiniteError, TrainableWeights, read_state, write_state
+from headrace.trainer.weights import NonFiniteError, TrainableWeights, Write, read_state, write_state
 from headrace.types import PolicyVersion, Sample
 
 
@@ -56,23 +60,39 @@ class PolicyTrainer:
         num_steps: int,
         with_reference: bool = False,
         activation_checkpointing: bool = False,
+        activation_budget_bytes: int | None = None,
         lineage: int = 0,
+        critic: Critic | None = None,
     ) -> None:
-        """``num_steps``: optimizer steps of the whole run, for the schedule. ``with_reference`` keeps the weights of
-        this moment for ``forward(..., "reference")``: a frozen copy, or with LoRA the base model, which costs nothing.
-        Build the trainer before restoring a checkpoint, so that the reference is the run's start."""
+        """``num_steps``: optimizer steps of the whole run (the critic's warm-up left out), for the schedule.
+        ``with_reference`` keeps the weights of this moment for ``forward(..., "reference")``: a frozen copy, or with
+        LoRA the base model, which costs nothing. Build the trainer before restoring a checkpoint, so that the
+        reference is the run's start."""
+        work = Pass(
+            num_tokens=config.max_microbatch_tokens,
+            max_logit_tokens=config.max_logit_tokens,
+            dtype=loaded.dtype,
+            activation_checkpointing=activation_checkpointing,
+            activation_budget_bytes=activation_budget_bytes,
+            with_reference=with_reference,
+        )
+        not_counted = "the adapter" if loaded.base is not None else "the critic" if critic is not None else ""
+        self._gauge = MemoryGauge(loaded, work, ParallelConfig(), not_counted=not_counted)
         self._loaded = loaded
         self._model = loaded.model
         self._config = config
         self._num_steps = num_steps
+        self._routers = Routers.of(loaded.model, config)
         self._reference = _make_reference(loaded) if with_reference else None  # before hooks are put on parameters
         self._weights = TrainableWeights(loaded, config)
         self._version = PolicyVersion(lineage, 0)
         self._step = 0
         self._num_steps_since_publish = 0
         self._last_logprobs: dict[str, Tensor] = {}
-        if activation_checkpointing:
-            checkpoint_activations(self._model)
+        self._critic = critic
+        recompute_activations(self._model, work)
+        if critic is not None and critic.backbone is not None:
+            recompute_activations(critic.backbone, work)
 
     @property
     def version(self) -> PolicyVersion:
@@ -87,6 +107,11 @@ class PolicyTrainer:
     def config(self) -> TrainerConfig:
         return self._config
 
+    @property
+    def policy_is_frozen(self) -> bool:
+        """True during the critic's warm-up: its first rollout batches leave the policy as it is."""
+        return self._critic is not None and self._version.number < self._critic.config.warmup_batches
+
     def set_lineage(self, lineage: int) -> None:
         """Open a new lineage after a resume; the version number stays."""
         self._version = PolicyVersion(lineage, self._version.number)
@@ -96,22 +121,33 @@ class PolicyTrainer:
         the mask is 0. Samples whose pass was skipped are absent."""
         return dict(self._last_logprobs)
 
+    def memory(self) -> list[MemoryUse]:
+        """What this process has needed at its peak, beside its forecast."""
+        return [self._gauge.read()]
+
     # ------------------------------------------------------------------------------------------ passes
 
     @torch.no_grad()
-    def forward(self, samples: Sequence[Sample], model: Literal["policy", "reference"] = "policy") -> list[Tensor]:
-        """Log-probabilities of ``samples``, each float32 [T] on the CPU, 0 where the mask is 0.
+    def forward(
+        self, samples: Sequence[Sample], model: Literal["policy", "reference", "critic"] = "policy"
+    ) -> list[Tensor]:
+        """Log-probabilities of ``samples``, each float32 [T] on the CPU, 0 where the mask is 0; of the critic: values.
 
         By the same code and the same micro-batches as a gradient pass over the same samples.
         """
         scorer = self._model
+        if model == "critic":
+            if self._critic is None:
+                raise ValueError("this trainer was built without a critic (critic=...)")
+            return self._critic.forward(samples, self._rows, self._model)
         if model == "reference":
             if self._reference is None:
                 raise ValueError("this trainer was built without a reference model (with_reference=True)")
             scorer = self._reference
         out = [torch.zeros(len(sample.ids)) for sample in samples]
         for row in self._rows(samples):
-            logprobs_N, _ = self._score(scorer, row)
+            routing = self._routers.new_pass(row) if self._routers is not None and model == "policy" else None
+            logprobs_N, _ = self._score_hidden(scorer, hidden_states(scorer, row, routing), row)
             for index, logprobs_T in zip(row.indices, row.scatter(logprobs_N), strict=True):
                 out[index] = logprobs_T
         return out
@@ -129,14 +165,33 @@ class PolicyTrainer:
         metrics = MinibatchMetrics()
         self._last_logprobs = {}
         num_trained = 0
-        for row in self._rows(kept.samples):
-            num_trained += len(row.target_N)
-            self._train_row(kept, row, algorithm, metrics)
-        return metrics.result() | {
-            "num_trained_tokens": float(num_trained),
-            "num_samples": float(len(minibatch.samples)),
-            "num_skipped_samples": float(len(skipped)),
-        }
+        routers = self._routers
+        slope_LE = None if routers is None else self._balance_slope(routers, kept.samples)
+        load = None if routers is None else routers.new_load()
+        try:
+            for row in self._rows(kept.samples):
+                num_trained += len(row.target_N)
+                routing = None if routers is None else routers.new_pass(row, slope_LE)
+                self._train_row(kept, row, algorithm, metrics, routing)
+                if load is not None and routing is not None:
+                    load.add(routing)
+            if self._critic is not None and not self._critic.is_shared:
+                self._critic.forward_backward(minibatch, self._rows, metrics)
+        except NonFiniteError:
+            self._weights.clear()
+            if self._critic is not None:
+                self._critic.clear()
+            raise
+        router_metrics = {} if routers is None or load is None else routers.metrics(load)
+        return (
+            metrics.result()
+            | router_metrics
+            | {
+                "num_trained_tokens": float(num_trained),
+                "num_samples": float(len(minibatch.samples)),
+                "num_skipped_samples": float(len(skipped)),
+            }
+        )
 
     def _prepared(self, minibatch: Minibatch, algorithm: Algorithm) -> Minibatch:
         """What the algorithm must know of the whole minibatch, by one more pass where no earlier one can serve."""
@@ -149,21 +204,46 @@ class PolicyTrainer:
         prepared: Minibatch = algorithm.prepare(minibatch, logprobs, step=self._step)
         return prepared
 
-    def _train_row(self, minibatch: Minibatch, row: PackedRow, algorithm: Algorithm, metrics: MinibatchMetrics) -> None:
-        current_N, entropy_N = self._score(self._model, row)
-        fields = _fields(minibatch, row, entropy_N if algorithm.needs.entropy else None)
-        out: LossOutput = algorithm.loss(current_N, fields)
-        loss = out.per_token_N.sum() / out.denominator
+    @torch.no_grad()
+    def _balance_slope(self, routers: Routers, samples: Sequence[Sample]) -> Tensor | None:
+        """What the load-balance loss must know of the whole minibatch beforehand: its loss is a product of two sums
+        over all tokens, so it is no sum over micro-batches until one of them is known."""
+        routers.check_recorded(samples)
+        if not routers.coefficient or self.policy_is_frozen:
+            return None
+        load = routers.new_load()
+        for row in self._rows(samples):
+            routing = routers.new_pass(row)
+            hidden_states(self._model, row, routing)
+            load.add(routing)
+        return load.slope(routers.coefficient)
+
+    def _train_row(
+        self,
+        minibatch: Minibatch,
+        row: PackedRow,
+        algorithm: Algorithm,
+        metrics: MinibatchMetrics,
+        routing: RouterPass | None,
+    ) -> None:
+        with torch.set_grad_enabled(not self.policy_is_frozen):
+            hidden_UD = hidden_states(self._model, row, routing)
+            current_N, entropy_N = self._score_hidden(self._model, hidden_UD, row)
+            fields = _fields(minibatch, row, entropy_N if algorithm.needs.entropy else None)
+            out: LossOutput = algorithm.loss(current_N, fields)
+            loss = out.per_token_N.sum() / out.denominator
         value = float(loss.detach())
         if not math.isfinite(value):
-            self._weights.clear()
             raise NonFiniteError(
                 f"the loss of optimizer step {self._step} is {value} in the micro-batch of samples "
                 f"{', '.join(s.id for s in row.samples[:4])}{' ...' if len(row.samples) > 4 else ''}. The gradient "
                 "was dropped and the weights are unchanged; look at these samples' rewards and log-probabilities"
             )
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+        total = loss
+        if self._critic is not None and self._critic.is_shared:
+            total = loss + self._critic.loss(hidden_UD, minibatch, row, metrics)
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
         current_N = current_N.detach()
         metrics.add(out.metrics, value)
         version = self._version if self._num_steps_since_publish == 0 else None
@@ -178,9 +258,9 @@ class PolicyTrainer:
         for items in split_microbatches(samples, config.max_microbatch_tokens, share_prompts=share):
             yield pack(items, share_prompts=share, dtype=weight.dtype, device=weight.device)
 
-    def _score(self, model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor]:
+    def _score_hidden(self, model: PreTrainedModel, hidden_UD: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
         head = output_head(model, self._loaded.vocab_size)
-        return token_logprobs(model, head, row, max_logit_tokens=self._config.max_logit_tokens)
+        return score_hidden(hidden_UD, head, row, max_logit_tokens=self._config.max_logit_tokens)
 
     # ------------------------------------------------------------------------------------------- steps
 
@@ -188,13 +268,18 @@ class PolicyTrainer:
         """Clip the gathered gradient by its global norm, make one AdamW step, clear the gradient.
 
         Raises NonFiniteError, with the weights untouched, where the gradient is not finite. Where it is exactly 0
-        the weights stay as they are; step count and schedule advance all the same.
+        the weights stay as they are; step count and schedule advance all the same. A critic makes its own step first;
+        while it warms up, it alone does: then the policy's step count and schedule stand still.
         """
+        metrics = {} if self._critic is None else self._critic.optim_step()
+        if self.policy_is_frozen:
+            self._num_steps_since_publish += 1
+            return metrics
         rate = learning_rate(self._config.learning_rate, self._config.schedule, self._step, self._num_steps)
         norm, moved = self._weights.step(rate)
         self._step += 1
         self._num_steps_since_publish += 1
-        return {"grad_norm": norm, "learning_rate": rate, "num_empty_steps": 0.0 if moved else 1.0}
+        return metrics | {"grad_norm": norm, "learning_rate": rate, "num_empty_steps": 0.0 if moved else 1.0}
 
     def publish(self) -> WeightUpdate:
         """Count the version up by 1, after checking that all weights are finite (I13).
@@ -211,27 +296,45 @@ class PolicyTrainer:
     def save(self, path: Path) -> None:
         """Write everything that a restored trainer needs into the folder ``path``: weights and optimizer moments
         (safetensors), version, step and torch's random state (JSON). Nothing in it is ever unpickled."""
-        path.mkdir(parents=True, exist_ok=True)
-        self._weights.save(path)
-        write_state(
-            path,
-            {
-                "version": list(self._version),
-                "step": self._step,
-                "num_steps_since_publish": self._num_steps_since_publish,
-                "torch_random_state": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
-            },
-        )
+        self._writer(copied=False)(path)
+
+    def snapshot(self) -> Write:
+        """What :meth:`save` would write now, copied into host memory: call it with the folder, at any time and on any
+        thread, while this trainer goes on."""
+        return self._writer(copied=True)
+
+    def _writer(self, *, copied: bool) -> Write:
+        parts = [self._weights.writer(copied=copied)]
+        if self._critic is not None:
+            parts.append(self._critic.writer(copied=copied))
+        state = {
+            "version": list(self._version),
+            "step": self._step,
+            "num_steps_since_publish": self._num_steps_since_publish,
+            "torch_random_state": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
+        }
+
+        def write(path: Path) -> None:
+            path.mkdir(parents=True, exist_ok=True)
+            for part in parts:
+                part(path)
+            write_state(path, state)
+
+        return write
 
     def restore(self, path: Path) -> None:
-        """Become, bit for bit, the trainer that saved ``path``. Raises CheckpointError where it does not fit."""
+        """Become, bit for bit, the trainer that saved ``path``; of several processes' checkpoint, weights and optimizer
+        state (it has no random state). Raises CheckpointError where it does not fit."""
         state = read_state(path)
         self._weights.restore(path)
+        if self._critic is not None:
+            self._critic.restore(path)
         self._version = PolicyVersion(*state["version"])
         self._step = int(state["step"])
         self._num_steps_since_publish = int(state["num_steps_since_publish"])
-        random_state = base64.b64decode(state["torch_random_state"])
-        torch.set_rng_state(torch.tensor(list(random_state), dtype=torch.uint8))
+        if "torch_random_state" in state:
+            random_state = base64.b64decode(state["torch_random_state"])
+            torch.set_rng_state(torch.tensor(list(random_state), dtype=torch.uint8))
 
     def export(self, path: Path) -> None:
         """Write the policy as a plain Hugging Face folder, LoRA merged, tokenizer included."""
@@ -246,27 +349,9 @@ def _make_reference(loaded: LoadedModel) -> PreTrainedModel:
     return reference
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass instead of keeping its activations.
-
-    The three attributes are what transformers' own switch sets (its name changed within version 5), with one
-    difference: only the layer itself goes into training mode, which it asks for; its children stay in eval mode, so
-    that nothing random wakes up. Passes without gradient (the engine's) are not affected.
-    """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no layers that can be recomputed (model.activation_checkpointing)"
-        )
-    for layer in layers:
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
-        layer.training = True
-
-
 def _skipped(minibatch: Minibatch, algorithm: Algorithm, config: TrainerConfig) -> set[int]:
     """Places of samples whose gradient is provably 0."""
-    if not (config.skip_zero_gradient and algorithm.zero_advantage_means_zero_gradient):
+    if not may_skip(algorithm, config):
         return set()
     return {
         i
@@ -323,6 +408,8 @@ def _select(minibatch: Minibatch, places: list[int]) -> Minibatch:
         proximal_logprobs=pick(minibatch.proximal_logprobs),
         reference_logprobs=pick(minibatch.reference_logprobs),
         selected=pick(minibatch.selected),
+        values=pick(minibatch.values),
+        value_targets=pick(minibatch.value_targets),
     )
 
 

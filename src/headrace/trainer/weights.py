@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from headrace.config.schema import TrainerConfig
+from headrace.config.base import OptimizerSection
 from headrace.errors import HeadraceError
 from headrace.model.load import LoadedModel
 
@@ -28,6 +29,12 @@ STATE_FILE = "trainer.json"
 SHARDS = "shards"
 """Folder of a checkpoint of several processes, in the form of torch.distributed.checkpoint."""
 SHARD_PREFIX = "weight/"
+"""Of a weight's name in there; a moment has its own name before it."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+Write = Callable[[Path], None]
+"""Writes a part of a checkpoint into its folder."""
 
 
 class NonFiniteError(HeadraceError):
@@ -38,10 +45,20 @@ class CheckpointError(HeadraceError):
     """A trainer checkpoint that does not fit this trainer."""
 
 
+class HasWeights(Protocol):
+    """A model and the float32 masters of those weights that are not float32 themselves, by parameter name."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    @property
+    def masters(self) -> dict[str, Tensor]: ...
+
+
 class TrainableWeights:
     """Masters, gradients and AdamW. ``masters`` maps parameter names to the tensors that the optimizer steps."""
 
-    def __init__(self, loaded: LoadedModel, config: TrainerConfig) -> None:
+    def __init__(self, loaded: HasWeights, config: OptimizerSection) -> None:
         self._parameters = trainable(loaded)
         self.masters = masters_of(loaded)
         for name, parameter in self._parameters.items():
@@ -85,6 +102,8 @@ class TrainableWeights:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        # torch's fused kernels write without raising version counters, by which others know that a weight has changed
+        torch.autograd.graph.increment_version(list(self.masters.values()))
         self.clear()
         round_into_model(self._parameters, self.masters)
         return norm, True
@@ -104,23 +123,33 @@ class TrainableWeights:
                     "Resume from the last checkpoint with a lower learning rate"
                 )
 
-    def save(self, path: Path) -> None:
-        """Masters and optimizer moments as safetensors, under their parameters' names."""
-        save_file({name: m.detach().contiguous() for name, m in self.masters.items()}, path / WEIGHTS_FILE)
+    def writer(self, *, copied: bool) -> Write:
+        """Writes masters and optimizer moments as safetensors, under their parameters' names, into a folder.
+        ``copied``: as they are now, out of host memory, whenever it is called and on whatever thread."""
         moments = {
-            f"{name}/{field}": value.detach().contiguous()
+            f"{name}/{field}": value
             for name, master in self.masters.items()
             for field, value in self.optimizer.state.get(master, {}).items()
         }
-        save_file(moments, path / OPTIMIZER_FILE)
+        files: dict[str, dict[str, Tensor]] = {WEIGHTS_FILE: dict(self.masters), OPTIMIZER_FILE: moments}
+        for tensors in files.values():
+            for key, tensor in tensors.items():
+                tensors[key] = tensor.detach().to("cpu", copy=True) if copied else tensor.detach()
+
+        def write(path: Path) -> None:
+            for file, tensors in files.items():
+                save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / file)
+
+        return write
 
     @torch.no_grad()
     def restore(self, path: Path) -> None:
-        """Raises CheckpointError where the names or shapes are not those of this model."""
+        """From a checkpoint of one process or of several. Raises CheckpointError, with nothing changed, where names or
+        shapes are not those of this model."""
+        moments = _saved_moments(path, self.masters)
         load_weights(self._parameters, self.masters, path)
         state: dict[Tensor, dict[str, Tensor]] = {}
-        for key, value in load_file(path / OPTIMIZER_FILE).items():
-            name, _, field = key.rpartition("/")
+        for (name, field), value in moments.items():
             # fused AdamW keeps its step counters beside the weights
             state.setdefault(self.masters[name], {})[field] = value.to(self.masters[name].device)
         self.optimizer.state.clear()
@@ -128,11 +157,11 @@ class TrainableWeights:
         self.clear()
 
 
-def trainable(loaded: LoadedModel) -> dict[str, Tensor]:
+def trainable(loaded: HasWeights) -> dict[str, Tensor]:
     return {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
 
 
-def masters_of(loaded: LoadedModel) -> dict[str, Tensor]:
+def masters_of(loaded: HasWeights) -> dict[str, Tensor]:
     """What the optimizer steps, by parameter name: the master copy where there is one, else the parameter itself."""
     return {name: loaded.masters.get(name, p) for name, p in trainable(loaded).items()}
 
@@ -174,19 +203,40 @@ def _saved_weights(path: Path, masters: dict[str, Tensor]) -> dict[str, Tensor]:
         return load_file(path / WEIGHTS_FILE)
     if not (path / SHARDS).is_dir():
         raise CheckpointError(f"{path} is no trainer checkpoint: it holds no {WEIGHTS_FILE}")
+    return _read_shards(path, SHARD_PREFIX, masters)
+
+
+def _saved_moments(path: Path, masters: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    """(name of the weight, field of AdamW's state) -> value. Empty before the first step that moved weights."""
+    if (path / OPTIMIZER_FILE).is_file():
+        saved = {key.rpartition("/"): value for key, value in load_file(path / OPTIMIZER_FILE).items()}
+        return {(name, field): value for (name, _, field), value in saved.items()}
+    if not (path / SHARDS).is_dir():
+        raise CheckpointError(f"{path} is no trainer checkpoint: it holds no {OPTIMIZER_FILE}")
+    num_moves = int(read_state(path)["num_moves"])
+    if not num_moves:
+        return {}
+    moments = {(name, "step"): torch.tensor(float(num_moves)) for name in masters}
+    for field in MOMENTS:
+        moments |= {(name, field): value for name, value in _read_shards(path, f"{field}/", masters).items()}
+    return moments
+
+
+def _read_shards(path: Path, prefix: str, masters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All whole tensors whose keys begin with ``prefix``, by what stands behind it."""
     reader = FileSystemReader(path / SHARDS)
     described: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     whole = {
-        key.removeprefix(SHARD_PREFIX): torch.empty(tuple(about.size), dtype=torch.float32)
+        key.removeprefix(prefix): torch.empty(tuple(about.size), dtype=torch.float32)
         for key, about in described.items()
-        if key.startswith(SHARD_PREFIX)
+        if key.startswith(prefix)
     }
     for name, tensor in whole.items():
         if name in masters:
             whole[name] = tensor.to(masters[name].dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for: one process reads
-        load_distributed({SHARD_PREFIX + name: t for name, t in whole.items()}, storage_reader=reader, no_dist=True)
+        load_distributed({prefix + name: t for name, t in whole.items()}, storage_reader=reader, no_dist=True)
     return whole
 
 

@@ -53,7 +53,7 @@ class Stretch:
     """A rank's part of a row: what it computes, and which of the row's trained tokens it scores."""
 
     row: PackedRow
-    """``ids_1T``, ``positions_1T``, ``layout`` and the predictors are this rank's; the rest is the whole row's."""
+    """What has an entry for each token, ``layout`` and the predictors are this rank's; the rest is the whole row's."""
     token_M: Tensor
     """Which of the row's N trained tokens are scored here."""
 
@@ -79,6 +79,8 @@ def stretch_of(row: PackedRow, group: dist.ProcessGroup) -> Stretch:
         row_N=new_index_U[row.row_N[token_M]],
         target_N=row.target_N[token_M],
         kept_N=None if row.kept_N is None else tuple(row.kept_N[n] for n in token_M.tolist()),
+        uses_T=row.uses_T[start : start + length],
+        recorded_TLK=None if row.recorded_TLK is None else row.recorded_TLK[start : start + length],
     )
     if not len(token_M):
         zero = torch.zeros(1, dtype=torch.long, device=row.target_N.device)

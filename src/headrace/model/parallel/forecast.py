@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from headrace.config.schema import ParallelConfig
-from headrace.model.parallel.check import ModelShape, layers_of_stage
+from headrace.config.schema import ParallelConfig, RunConfig
+from headrace.model.parallel.check import ModelShape, ParallelError, layers_of_stage
 
 _MASTER = 4
 """Bytes of a master weight, a gradient and each of AdamW's two moments: float32."""
@@ -30,9 +30,23 @@ class Pass:
     max_logit_tokens: int
     dtype: str = "float32"
     activation_checkpointing: bool = False
+    activation_budget_bytes: int | None = None
     with_reference: bool = False
     num_rows: int = 2
     """Micro-batches of a minibatch on each data rank; a pipeline holds several at once."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Pass:
+        """What a run's training computes at once."""
+        return cls(
+            num_tokens=config.trainer.max_microbatch_tokens,
+            max_logit_tokens=config.trainer.max_logit_tokens,
+            dtype=config.model.dtype,
+            activation_checkpointing=config.model.activation_checkpointing,
+            activation_budget_bytes=config.model.activation_budget_bytes,
+            with_reference=config.algorithm.kl is not None and config.algorithm.kl.coefficient > 0,
+            num_rows=max(2, config.parallel.pp),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +59,8 @@ class MemoryForecast:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
+    num_recomputed: int
+    """Layers of the stage, from its first on, whose activations are computed again in the backward pass."""
     logits_bytes: int
     buffers_bytes: int
     """Gathered layers, gradients not reduced yet, and what a layer's backward pass needs for a moment."""
@@ -67,6 +83,12 @@ def forecast(parallel: ParallelConfig, shape: ModelShape, work: Pass) -> list[Me
     if parallel.world_size == 1:
         return [_one_process(shape, work)]
     return [_stage(parallel, shape, work, stage) for stage in range(parallel.pp)]
+
+
+def recomputed_layers(parallel: ParallelConfig, shape: ModelShape, work: Pass) -> list[int]:
+    """For each pipeline stage, how many of its layers are recomputed, from its first on: all of them, none, or as few
+    as the budget allows. Raises ParallelError where the budget is below what a pass needs in any case."""
+    return [_num_recomputed(parallel, shape, work, stage) for stage in range(parallel.pp)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +130,15 @@ def _one_process(s: ModelShape, work: Pass) -> MemoryForecast:
     total, compute = num_weights(s), _bytes(work.dtype)
     copies = 0 if compute == _MASTER else compute
     vocabulary = s.vocab_size * s.hidden_size
-    layer_tokens = _layer_activations(s, work, 1)
+    alone = ParallelConfig()
+    recomputed = _num_recomputed(alone, s, work, 0)
     return MemoryForecast(
         stage=0,
         parameters_bytes=total * (_MASTER + copies),
         gradients_bytes=total * _MASTER,
         optimizer_bytes=2 * total * _MASTER,
-        activations_bytes=work.num_tokens * _activations(s, work, s.num_layers, layer_tokens, True),
+        activations_bytes=_activations(alone, s, work, 0, recomputed),
+        num_recomputed=recomputed,
         logits_bytes=_logits(s, work, 1),
         # the head's gradient of this row, before it is added to the gathered one
         buffers_bytes=vocabulary * compute + work.num_tokens * _transient(s, work, 1),
@@ -136,14 +160,10 @@ def _stage(p: ParallelConfig, s: ModelShape, work: Pass, stage: int) -> MemoryFo
     expert_layer = w.experts // p.ep if dispatched else w.experts
     shards = (dense_layer * layers + root) // fsdp + expert_layer * layers // (efsdp if dispatched else fsdp)
     gathered_layer = dense_layer + expert_layer
-    tokens = -(-work.num_tokens // p.cp)
-    in_flight = 1
     # FSDP2 holds the layer that computes, the next one, and the flat buffer that it arrives in
-    kept_layers = 3
-    if p.pp > 1:
-        in_flight = work.num_rows if p.pp_schedule == "gpipe" else min(work.num_rows, p.pp - stage)
-        kept_layers = layers
-    layer_tokens = _layer_activations(s, work, p.tp)
+    kept_layers = layers if p.pp > 1 else 3
+    recomputed = _num_recomputed(p, s, work, stage)
+    transient = _tokens(p, work) * _transient(s, work, p.tp)
     # a layer's whole gradient, and the flat buffer that it is reduced in; a pipeline reduces all its layers at the end
     unreduced = (gathered_layer * (layers if p.pp > 1 else 2) + root) * compute
     whole = num_weights(s)
@@ -152,9 +172,10 @@ def _stage(p: ParallelConfig, s: ModelShape, work: Pass, stage: int) -> MemoryFo
         parameters_bytes=shards * _MASTER,
         gradients_bytes=shards * _MASTER,
         optimizer_bytes=2 * shards * _MASTER,
-        activations_bytes=in_flight * tokens * _activations(s, work, layers, layer_tokens, last),
+        activations_bytes=_activations(p, s, work, stage, recomputed),
+        num_recomputed=recomputed,
         logits_bytes=_logits(s, work, p.tp) if last else 0,
-        buffers_bytes=(gathered_layer * kept_layers + root) * compute + unreduced + tokens * _transient(s, work, p.tp),
+        buffers_bytes=(gathered_layer * kept_layers + root) * compute + unreduced + transient,
         reference_bytes=((shards * _MASTER) + gathered_layer * compute) if work.with_reference else 0,
         loading_bytes=whole * (_MASTER if compute == _MASTER else _MASTER + compute) + shards * _MASTER,
     )
@@ -180,13 +201,41 @@ def _layer_activations(s: ModelShape, work: Pass, tp: int) -> int:
     return 2 * norm + attention + mlp
 
 
-def _activations(s: ModelShape, work: Pass, layers: int, layer_tokens: int, last: bool) -> int:
-    """Bytes for each token of a stage's layers, and of the final norm."""
-    c = _bytes(work.dtype)
+def _tokens(p: ParallelConfig, work: Pass) -> int:
+    """Of one row, on one rank."""
+    return -(-work.num_tokens // p.cp)
+
+
+def _activations(p: ParallelConfig, s: ModelShape, work: Pass, stage: int, recomputed: int) -> int:
+    """Bytes of a stage's layers, and of the final norm, at the start of the backward pass. The first ``recomputed``
+    layers keep their inputs only: the others' activations are gone when they are computed again."""
+    c, last = _bytes(work.dtype), stage == p.pp - 1
+    kept = len(layers_of_stage(s.num_layers, p.pp, stage)) - recomputed
+    if recomputed:
+        kept = max(1, kept)  # the layer that is being recomputed
     final = s.hidden_size * (max(c, 4) + 3 * c) if last else 0
+    in_flight = 1
+    if p.pp > 1:
+        in_flight = work.num_rows if p.pp_schedule == "gpipe" else min(work.num_rows, p.pp - stage)
+    per_token = recomputed * s.hidden_size * c + kept * _layer_activations(s, work, p.tp) + final
+    return in_flight * _tokens(p, work) * per_token
+
+
+def _num_recomputed(p: ParallelConfig, s: ModelShape, work: Pass, stage: int) -> int:
+    num_layers = len(layers_of_stage(s.num_layers, p.pp, stage))
     if work.activation_checkpointing:
-        return layers * s.hidden_size * c + layer_tokens + final
-    return layers * layer_tokens + final
+        return num_layers
+    if work.activation_budget_bytes is None:
+        return 0
+    for recomputed in range(num_layers):  # the last one would have to be there as a whole in any case
+        if _activations(p, s, work, stage, recomputed) <= work.activation_budget_bytes:
+            return recomputed
+    least = _activations(p, s, work, stage, num_layers - 1)
+    raise ParallelError(
+        f"model.activation_budget_bytes = {work.activation_budget_bytes:,}: with all layers but one recomputed, the "
+        f"activations of {work.num_tokens:,} tokens still take {least:,} bytes on a process; raise it, or lower "
+        "trainer.max_microbatch_tokens"
+    )
 
 
 def _transient(s: ModelShape, work: Pass, tp: int) -> int:

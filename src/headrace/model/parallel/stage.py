@@ -9,7 +9,7 @@ Legend: T tokens of a row (of this rank's stretch of it, with context parallel),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from headrace.model.parallel.check import layers_of_stage
 from headrace.model.parallel.context import Stretch, gather_scores, stretch_of
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.parallel.tensor import sharded_head
+from headrace.model.routing import RouterPass
+
+RoutingOf = Callable[[PackedRow], RouterPass]
 
 
 class Absent(nn.Module):
@@ -57,9 +60,11 @@ class PolicyStage(nn.Module):
         self._mesh = mesh
         self._needs_entropy = False
         self._rows: list[PackedRow] = []
+        self.routings: list[RouterPass] = []
+        """Of each row of the last pass, this process's tokens and layers; empty where nothing is wanted of routers."""
         self._stretches: list[Stretch] = []
 
-    def load(self, rows: Sequence[PackedRow], *, needs_entropy: bool) -> None:
+    def load(self, rows: Sequence[PackedRow], *, needs_entropy: bool, routing_of: RoutingOf | None = None) -> None:
         """The rows of the next pass. ``needs_entropy``: whether the entropies need a gradient."""
         self._needs_entropy = needs_entropy
         cp = self._mesh.config.cp
@@ -68,6 +73,8 @@ class PolicyStage(nn.Module):
         self._rows = [pad_row(row, -(-length // cp) * cp) for row, length in zip(rows, lengths, strict=True)]
         if cp > 1:
             self._stretches = [stretch_of(row, self._mesh.group("cp")) for row in self._rows]
+        own = [stretch.row for stretch in self._stretches] if cp > 1 else self._rows
+        self.routings = [] if routing_of is None else [routing_of(row) for row in own]
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
@@ -79,8 +86,9 @@ class PolicyStage(nn.Module):
         number = int(index)
         row = self._stretches[number].row if self._stretches else self._rows[number]
         given = {"input_ids": row.ids_1T} if self._mesh.is_first_stage else {"inputs_embeds": inputs[0]}
+        routing = self.routings[number] if self.routings else None
         hidden_1TD: Tensor = self.model.base_model(
-            **given, position_ids=row.positions_1T, layout=row.layout, use_cache=False
+            **given, position_ids=row.positions_1T, layout=row.layout, routing=routing, use_cache=False
         ).last_hidden_state
         if not self._mesh.is_last_stage:
             return hidden_1TD

@@ -1,0 +1,196 @@
+"""Whole runs with ``engine.type = "vllm"``, and the canary over real vLLM. Skips where there is no .venv-vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_runs import small_data, write_toml
+from vllm_fixture import make_vllm, perturb, save_config, vllm_model, vllm_python
+
+from headrace.cli.main import main
+from headrace.config.schema import TrainerConfig
+from headrace.config.vllm_python import VARIABLE
+from headrace.model.load import prepare_model
+from headrace.protocols import WeightUpdate
+from headrace.record.metrics import read_metrics
+from headrace.testing import SMALL_ALPHABET, tiny_tokenizer
+from headrace.trainer.trainer import PolicyTrainer
+from headrace.types import PolicyVersion, Sample
+from headrace.weights import checksums, named_parameters
+from headrace.weights.canary import Canary, CanaryResult, SyncError
+
+WITHOUT_THE_FIX = Path(__file__).with_name("vllm_without_the_fix.py")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def there_is_vllm() -> None:
+    """Skips before anything is opened."""
+    vllm_python()
+
+
+def run_data(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
+    model = folder / "model"
+    if not model.exists():
+        tokenizer = tiny_tokenizer(SMALL_ALPHABET)
+        made = vllm_model(vocab_size=len(tokenizer), initializer_range=0.02, max_context=64)
+        made.save_pretrained(model)
+        save_config(made, model)
+        tokenizer.save_pretrained(model)
+    base: dict[str, Any] = {
+        "rewards": [{"type": f"{Path(__file__).with_name('vllm_reward.py')}:share_of_letters"}],
+        "engine": {"type": "vllm", "max_batch_size": 16, "kv_cache_bytes": 1 << 26, "num_threads": 1},
+        "trainer": {"num_batches": 8, "learning_rate": 2e-3, "schedule": {"type": "constant"}},
+        "checkpoint": {"every": 4},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values} if isinstance(values, dict) else values
+    data = small_data(folder, name, **base)
+    data["model"] = {"path": str(model)}
+    return data
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("max_staleness", [0, 1], ids=["synchronous", "asynchronous"])
+def test_a_run_learns_and_every_sync_is_exact(
+    tmp_path: Path, max_staleness: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 4, done line 1: after every sync, engine and trainer agree in float32 to 1e-3: on the canary's tokens, and
+    (synchronous) on every token of every batch, so p99 is below it too. The reward rises."""
+    vllm_python()
+    data = run_data(tmp_path, "run", rollout={"max_staleness": max_staleness})
+    assert main(["train", str(write_toml(tmp_path / "run.toml", data))]) == 0, capsys.readouterr().err
+    metrics = list(read_metrics(tmp_path / "run"))
+    assert len(metrics) == 8
+    assert all(m["canary/max_gap"] < 1e-4 for m in metrics)
+    if max_staleness:
+        assert max(m["staleness/max"] for m in metrics) == 1
+    else:
+        assert all(0 < m["policy/logprob_gap_max"] < 1e-4 for m in metrics)
+    rewards = [m["reward/mean"] for m in metrics]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05, rewards
+    assert "LLM engine" in (tmp_path / "run" / "engine.log").read_text(errors="replace")
+
+
+def test_the_dry_run_shows_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which Python, and how weights travel."""
+    python = vllm_python()
+    assert main(["train", str(write_toml(tmp_path / "run.toml", run_data(tmp_path, "run"))), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert 'type = "vllm"' in out and f"a server in a process of its own ({python})" in out
+
+
+class Sync:
+    """A trainer's model, vLLM over it, and the canary between them."""
+
+    def __init__(self, folder: Path, **engine: Any) -> None:
+        loaded = prepare_model(vllm_model(), tiny_tokenizer(), "float32")
+        self.model = loaded.model
+        self.trainer = PolicyTrainer(loaded, TrainerConfig(), num_steps=10)
+        self.engine = make_vllm(self.model, folder, vocab_size=loaded.vocab_size, **engine)
+        self.canary = Canary(
+            self.engine,
+            self.score,
+            list(range(3, 43)),
+            bound=1e-3,
+            trainer_checksums=lambda: checksums(named_parameters(self.model).items()),
+            shares_weights=False,
+        )
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
+        return [t.tolist() for t in self.trainer.forward(samples)]
+
+    async def next_version(self, names: Sequence[str], scale: float) -> CanaryResult:
+        perturb(self.model, names, scale)
+        version = PolicyVersion(0, self.engine.version.number + 1)
+        await self.engine.pause("keep")
+        await self.engine.update_weights(WeightUpdate(version=version, tensors=named_parameters(self.model)))
+        result = await self.canary.prove(version)
+        await self.engine.resume()
+        return result
+
+
+def with_sync(folder: Path, steps: Any, **engine: Any) -> None:
+    async def run() -> None:
+        torch.manual_seed(0)
+        sync = Sync(folder, **engine)
+        try:
+            await asyncio.wait_for(steps(sync), 240.0)
+        finally:
+            await sync.engine.close()
+
+    asyncio.run(run())
+
+
+def test_the_canary_agrees_after_every_sync(tmp_path: Path) -> None:
+    """I6: cold and warm, after large and tiny updates of the embedding and of everything."""
+
+    async def steps(sync: Sync) -> None:
+        await sync.canary.prove(PolicyVersion(0, 0))
+        every = list(named_parameters(sync.model))
+        for names, scale in [([EMBEDDING], 0.05), (every, 0.02), (every, 1e-7), ([EMBEDDING], 1e-6)]:
+            result = await sync.next_version(names, scale)
+            assert result.max_gap < 1e-4 and math.isfinite(result.max_gap)
+        assert sync.engine.stats().num_cached_prefix_tokens > 0, "the warm probe never met the cache"
+
+    with_sync(tmp_path, steps)
+
+
+def test_the_canary_finds_the_stale_head_by_its_log_probabilities(tmp_path: Path) -> None:
+    """ENGINES.md, the silent bug: with the fix of the tied head switched off, and nothing looking at modules, vLLM
+    takes the update, says so, and computes with the old head. The canary stops the run."""
+
+    async def steps(sync: Sync) -> None:
+        with pytest.raises(SyncError, match=r"log-probabilities differ by \S+e[-+]0[01] .*all tensors are equal"):
+            await sync.next_version([EMBEDDING], 0.05)
+        # Nothing else is wrong: the engine says that it has the new version, and all checksums agree.
+        assert sync.engine.version == PolicyVersion(0, 1)
+        assert sync.engine.weight_checksums() == checksums(named_parameters(sync.model).items())
+
+    with_sync(tmp_path, steps, program=WITHOUT_THE_FIX)
+
+
+def test_the_stale_head_is_named_also_after_a_tiny_update(tmp_path: Path) -> None:
+    """I6: with the fix off and the look at the modules on, an update too small for the band is found too, and named."""
+
+    async def steps(sync: Sync) -> None:
+        with pytest.raises(
+            SyncError, match=rf"these tensors differ between trainer and engine: {EMBEDDING}\."
+        ) as caught:
+            await sync.next_version([EMBEDDING], 1e-5)
+        assert "allowed 1e-03" in str(caught.value)
+        assert "lm_head computes with something else" in sync.engine.weight_checksums()[EMBEDDING]
+
+    with_sync(tmp_path, steps, program=WITHOUT_THE_FIX.with_name("vllm_without_repacking.py"))
+
+
+def test_a_run_without_vllm_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One clear error before any work, also where this machine has no vLLM."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "nowhere"))
+    assert main(["train", str(write_toml(tmp_path / "run.toml", run_data(tmp_path, "run")))]) == 2
+    error = capsys.readouterr().err
+    assert "make setup-vllm" in error and str(tmp_path / "nowhere") in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_vllm_refuses_ends_the_run_with_its_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run ends; the error holds the server's own words and says where its log is."""
+    vllm_python()
+    data = run_data(tmp_path, "run", engine={"kv_cache_bytes": 1 << 20})
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["architectures"] = ["NobodyKnowsForCausalLM"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert main(["train", str(write_toml(tmp_path / "run.toml", data))]) == 2
+    error = capsys.readouterr().err
+    assert "the vLLM server failed" in error and "NobodyKnowsForCausalLM" in error

@@ -1,0 +1,139 @@
+"""Real vLLM for tests: one engine over a tiny model, and transformers' forward pass to compare it with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.config.engines import VllmEngineConfig
+from headrace.config.vllm_python import find_python
+from headrace.engines.vllm.client import PROGRAM, VllmEngine
+from headrace.errors import ConfigError
+from headrace.model.attention import ATTENTION_NAME
+from headrace.protocols import WeightUpdate
+from headrace.testing import tiny_model, tiny_tokenizer
+from headrace.types import Generation, GenerationRequest, PolicyVersion, Sampling
+from headrace.weights.checksums import named_parameters
+from headrace.weights.inprocess import WeightUpdateError
+from headrace.weights.shared_memory import SharedMemorySender
+
+VOCAB = len(tiny_tokenizer()) - 5
+"""Fewer than the model has rows: the rest is padding, and may never be drawn."""
+
+
+def vllm_python() -> Path:
+    """Skips where there is none."""
+    try:
+        return find_python(None)
+    except ConfigError as error:
+        pytest.skip(f"no vLLM here: {error}")
+
+
+def vllm_model(**options: Any) -> Any:
+    """Shapes that vLLM's attention on CPUs takes, and logits far from uniform."""
+    options = {"hidden_size": 128, "num_kv_heads": 2, "initializer_range": 0.2, **options}
+    return tiny_model(**options)
+
+
+def save_config(model: Any, folder: Path) -> Path:
+    """All that the server reads: the weights come from the trainer."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    return folder
+
+
+def make_vllm(
+    model: Any, folder: Path, *, program: Path = PROGRAM, vocab_size: int = VOCAB, **config: Any
+) -> VllmEngine:
+    python = vllm_python()  # first: whoever skips leaves nothing open
+    options = {"max_batch_size": 4, "kv_cache_bytes": 1 << 27, "num_threads": 1, "start_deadline_s": 200.0, **config}
+    return VllmEngine(
+        VllmEngineConfig(**options),
+        SharedMemorySender(),
+        WeightUpdate(version=PolicyVersion(0, 0), tensors=named_parameters(model)),
+        python=python,
+        model=save_config(model, folder),
+        dtype=str(model.dtype).removeprefix("torch."),
+        vocab_size=vocab_size,
+        decode=tiny_tokenizer().decode,
+        max_context=256,
+        program=program,
+        log_path=folder / "engine.log",
+        make_update_error=WeightUpdateError,
+    )
+
+
+class Session:
+    """An engine and the event loop that it lives in, for several tests."""
+
+    def __init__(self, make: Callable[[], VllmEngine]) -> None:
+        self.runner = asyncio.Runner()
+        self.engine = self.run(_made(make))
+
+    def run(self, call: Awaitable[Any]) -> Any:
+        async def main() -> Any:
+            return await asyncio.wait_for(call, 240.0)
+
+        return self.runner.run(main())
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        assert not self.engine._server.is_alive
+        self.runner.close()
+
+
+async def _made(make: Callable[[], VllmEngine]) -> VllmEngine:
+    engine = make()
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def request(name: str, prompt_ids: Sequence[int], seed: int = 0, **options: Any) -> GenerationRequest:
+    salt = options.pop("cache_salt", None)
+    sampling = Sampling(**options)
+    return GenerationRequest(id=name, prompt_ids=tuple(prompt_ids), sampling=sampling, seed=seed, cache_salt=salt)
+
+
+@torch.no_grad()
+def gaps(model: Any, asked: GenerationRequest, reply: Generation) -> torch.Tensor:
+    """|engine - plain forward pass| for each token [T], under the declared distribution."""
+    ids = torch.tensor([asked.prompt_ids + reply.ids])
+    model.set_attn_implementation("eager")
+    try:
+        logits = model(ids, use_cache=False).logits[0, len(asked.prompt_ids) - 1 : -1, :VOCAB].double()
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    logits = logits / (asked.sampling.temperature or 1.0)
+    if reply.kept_ids is not None:
+        for t, kept in enumerate(reply.kept_ids):
+            out = torch.ones(VOCAB, dtype=torch.bool)
+            out[list(kept)] = False
+            logits[t, out] = -torch.inf
+    scored = logits.log_softmax(-1).gather(1, torch.tensor(reply.ids)[:, None])[:, 0]
+    return (scored - torch.tensor(reply.logprobs, dtype=torch.float64)).abs()
+
+
+def perturb(model: Any, names: Sequence[str] | None = None, scale: float = 0.05, seed: int = 0) -> None:
+    """Move these parameters, or all."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in named_parameters(model).items():
+            if names is None or name in names:
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * scale)
+
+
+async def sync(engine: VllmEngine, model: Any, number: int) -> None:
+    """Pause, publish all of ``model`` as version 0.number, resume."""
+    await engine.pause("keep")
+    version = PolicyVersion(0, number)
+    await engine.update_weights(WeightUpdate(version=version, tensors=named_parameters(model)))
+    await engine.resume()

@@ -1,0 +1,115 @@
+"""``[engine]`` as a union: which keys belong to which engine, and where vLLM's Python is looked for."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config.checks import check_config
+from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
+from headrace.config.load import load_config, resolved, restore_config
+from headrace.config.schema import RunConfig
+from headrace.config.vllm_python import VARIABLE, find_python
+from headrace.errors import ConfigError
+
+BASE = 'tasks = {type = "arithmetic"}\nrewards = [{type = "exact"}]\nmodel = {path = "smollm2-135m"}\n'
+
+
+def load(tmp_path: Path, text: str) -> RunConfig:
+    path = tmp_path / "run.toml"
+    path.write_text(BASE + text)
+    return load_config(path)
+
+
+def test_an_engine_without_a_type_is_the_embedded_one(tmp_path: Path) -> None:
+    """Files from before there was a choice mean what they meant."""
+    assert load(tmp_path, "").engine == TransformersEngineConfig()
+    assert load(tmp_path, "[engine]\nnum_threads = 2").engine == TransformersEngineConfig(num_threads=2)
+    engine = load(tmp_path, '[engine]\ntype = "vllm"\nmax_batch_size = 3').engine
+    assert engine == VllmEngineConfig(max_batch_size=3)
+
+
+def test_a_recorded_run_comes_back_with_its_engine(tmp_path: Path) -> None:
+    """A resume finds the engine that the run had, and the keys that were set."""
+    config = load(tmp_path, '[engine]\ntype = "vllm"\nkv_cache_bytes = 2000000')
+    again = restore_config(resolved(config), "run.json")
+    assert again.engine == config.engine
+    assert again.engine.model_fields_set == {"type", "kv_cache_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[engine]\ntype = "vllm"\nweights = "copy"', "engine.weights is not a known key"),
+        ("[engine]\nmax_batchsize = 3", "engine.max_batchsize is not a known key; did you mean engine.max_batch_size?"),
+        ('[engine]\ntype = "vlm"', "must be one of transformers, vllm; did you mean 'vllm'?"),
+        ('[engine]\ntype = "vllm"\nmax_batch_size = 0', "engine.max_batch_size = 0"),
+        ("max_batch_size = 3", "did you mean engine.max_batch_size?"),
+    ],
+)
+def test_wrong_keys_are_named(tmp_path: Path, text: str, message: str) -> None:
+    """I20: of the engine that was chosen."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value)
+
+
+def config(**sections: Any) -> RunConfig:
+    base = {"model": {"path": "m"}, "tasks": {"type": "arithmetic"}, "rewards": ({"type": "exact"},)}
+    return RunConfig(**{**base, "engine": {"type": "vllm"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"path": "m", "lora": {}}}, "adapters do not travel to vLLM yet"),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9 without sampling.top_k"),
+        ({"sampling": {"temperature": 2.5}}, "sampling.temperature = 2.5: vLLM takes 2 at most"),
+        ({"engine": {"type": "vllm", "kv_policy": "keep"}}, "engine.kv_policy has no effect"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused(sections: dict[str, Any], message: str) -> None:
+    """I20: no silent fallback."""
+    with pytest.raises(ConfigError, match=message):
+        check_config(config(**sections))
+
+
+def test_what_vllm_can_do_is_accepted() -> None:
+    check_config(config(sampling={"top_p": 0.9, "top_k": 100}))
+    check_config(config(rollout={"max_staleness": 1}, engine={"type": "vllm", "kv_policy": "recompute"}))
+
+
+def fake_python(path: Path, exit_code: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\nexit {exit_code}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_where_the_python_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """engine.python, then the variable, then .venv-vllm of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    here = fake_python(tmp_path / ".venv-vllm" / "bin" / "python", 0)
+    assert find_python(None) == here
+    named = fake_python(tmp_path / "named", 0)
+    monkeypatch.setenv(VARIABLE, str(named))
+    assert find_python(None) == named
+    configured = fake_python(tmp_path / "configured", 0)
+    assert find_python(str(configured)) == configured
+
+
+def test_no_vllm_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names where it looked, and the command that makes one."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=r"none is at /nowhere/python: `make setup-vllm` makes one in \.venv-vllm"):
+        find_python("/nowhere/python")
+    without = fake_python(tmp_path / "python", 1)
+    with pytest.raises(ConfigError, match=r"has no package vllm.*make setup-vllm"):
+        find_python(str(without))
+    without.write_text("no program")
+    with pytest.raises(ConfigError, match=r"does not run: .*make setup-vllm"):
+        find_python(str(without))
