@@ -48,12 +48,14 @@ MODULES = (
     "selections",
     "shaping",
     "streams",
+    "values",
 )
 # What kills soonest comes first. Error messages and wiring are held by the unit tests behind the parity tests.
 TESTS = (
     "tests/parity/test_oracle_join_objectives.py",
     "tests/parity/test_oracle_join_corrections.py",
     "tests/parity/test_oracle_join_advantages.py",
+    "tests/parity/test_oracle_join_critic.py",
     "tests/parity/test_oracle_join_parts.py",
     "tests/unit/test_algorithms_terms.py",
     "tests/unit/test_algorithms_loss.py",
@@ -61,6 +63,7 @@ TESTS = (
     "tests/unit/test_algorithms_selection.py",
     "tests/parity/test_algorithms_family.py",
     "tests/unit/test_algorithms_advantage.py",
+    "tests/unit/test_algorithms_values.py",
     "tests/unit/test_algorithms_config.py",
     "tests/unit/test_algorithms_padding.py",
     "tests/unit/test_algorithms_split.py",
