@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,7 @@ _TUPLES = (types.PolicyVersion, types.VersionSpan, types.AttemptKey)
 _ENUMS = (types.Outcome, types.Source, types.ErrorClass)
 _CLASSES: dict[str, type] = {c.__name__: c for c in (*_RECORDS, *_TUPLES)}
 _ENUM_CLASSES: dict[str, type[Enum]] = {c.__name__: c for c in _ENUMS}
+_FIELDS = {c.__name__: tuple(f.name for f in fields(c)) for c in _RECORDS}
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -69,7 +69,7 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, Enum) and _ENUM_CLASSES.get(name) is type(value):
         return {"$enum": [name, value.value]}
     if _CLASSES.get(name) is type(value):
-        return {"$is": [name, *(_to_json(v) for v in _field_values(value))]}
+        return {"$is": [name, *map(_to_json, _field_values(name, value))]}
     if type(value) is tuple:
         return {"$tuple": [_to_json(v) for v in value]}
     if isinstance(value, bytes):
@@ -79,15 +79,9 @@ def _to_json(value: Any) -> Any:
     raise WireError(f"a {type(value).__module__}.{name} cannot travel between processes: {value!r:.80}")
 
 
-def _field_values(value: Any) -> Any:
-    names = _names(type(value))
-    return (getattr(value, name) for name in names) if names else value
-
-
-@cache
-def _names(cls: type) -> tuple[str, ...]:
-    """Fields of a dataclass; none of a named tuple, whose values are its own."""
-    return tuple(f.name for f in fields(cls)) if is_dataclass(cls) else ()
+def _field_values(name: str, value: Any) -> Any:
+    """Of a dataclass, or of a named tuple, which is its own values."""
+    return (getattr(value, field) for field in _FIELDS[name]) if name in _FIELDS else value
 
 
 def _from_json(value: Any) -> Any:
@@ -101,7 +95,7 @@ def _from_json(value: Any) -> Any:
     if tag == "$tuple":
         return tuple(_from_json(v) for v in body)
     if tag == "$is":
-        return _made(_CLASSES[body[0]], [_from_json(v) for v in body[1:]])
+        return _made(body[0], [_from_json(v) for v in body[1:]])
     if tag == "$enum":
         return _ENUM_CLASSES[body[0]](body[1])
     if tag == "$map":
@@ -113,6 +107,6 @@ def _from_json(value: Any) -> Any:
     raise ValueError(f"unknown tag {tag!r}")
 
 
-def _made(cls: type, values: list[Any]) -> Any:
-    names = _names(cls)
-    return cls(**dict(zip(names, values, strict=True))) if names else cls(*values)
+def _made(name: str, values: list[Any]) -> Any:
+    names = _FIELDS.get(name)
+    return _CLASSES[name](*values) if names is None else _CLASSES[name](**dict(zip(names, values, strict=True)))
