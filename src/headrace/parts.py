@@ -289,9 +289,9 @@ class Parts:
     async def close(self) -> list[SinkHealth]:
         """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""
         self.progress.stop()
-        for name, call in (("engine", self.engine.close()), ("reward", self.reward.close())):
+        for name, close in (("engine", self.engine.close), ("reward", self.reward.close)):
             try:
-                await self.wait(call, waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
+                await self.wait(close(), waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
             except DeadlineError as error:
                 self.progress.note(str(error))
         try:
