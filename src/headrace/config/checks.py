@@ -93,7 +93,8 @@ def _synchronous(config: RunConfig) -> Iterator[str]:
     why = "rollout.max_staleness is 0, so weights never change while requests run"
     for name in _set(config.engine, "kv_policy"):
         yield f"engine.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
-    if isinstance(config.engine, TransformersEngineConfig) and config.engine.weights == "copy":
+    is_alone = config.fleet is None
+    if isinstance(config.engine, TransformersEngineConfig) and config.engine.weights == "copy" and is_alone:
         yield f'engine.weights = "copy" has no effect but memory: {why}; use "shared" or raise rollout.max_staleness'
 
 
@@ -161,6 +162,36 @@ def _vllm(config: RunConfig) -> Iterator[str]:
         yield (
             f"sampling.top_p = {config.sampling.top_p} without sampling.top_k: vLLM tells the kept ids, which the "
             "trainer scores with, of a bounded number only; set sampling.top_k too (1000, say)"
+        )
+
+
+def _fleet(config: RunConfig) -> Iterator[str]:
+    fleet = config.fleet
+    if fleet is None:
+        return
+    if config.engine.shares_weights and config.parallel.world_size == 1:
+        yield (
+            '[fleet] with engine.weights = "shared": engines that share the trainer\'s storage cannot be told apart, '
+            'started again or be at two versions; set engine.weights = "copy"'
+        )
+    if fleet.num_engines == 1:
+        for name in _set(fleet, "routing", "max_imbalance"):
+            yield f"fleet.{name} has no effect: fleet.num_engines is 1, so there is no choice; remove it"
+    elif fleet.routing == "least_loaded":
+        for name in _set(fleet, "max_imbalance"):
+            yield f'fleet.{name} has no effect: fleet.routing is "least_loaded"; remove it or use "affinity"'
+    if not fleet.max_restarts:
+        for name in _set(fleet, "restart_window_s", "restart_backoff_s"):
+            yield f"fleet.{name} has no effect: fleet.max_restarts is 0, so no engine starts again; remove it"
+    if fleet.max_engine_lag and not config.rollout.max_staleness:
+        yield (
+            f"fleet.max_engine_lag = {fleet.max_engine_lag} has no effect: rollout.max_staleness is 0, so no engine "
+            "decodes during a publish; remove it or raise rollout.max_staleness"
+        )
+    if fleet.sync_deadline_s >= config.waits.publish_s:
+        yield (
+            f"fleet.sync_deadline_s = {fleet.sync_deadline_s:g} is not below waits.publish_s = "
+            f"{config.waits.publish_s:g}: an engine that hangs would end the run before it is taken out; lower it"
         )
 
 
@@ -399,6 +430,7 @@ _CHECKS = (
     _groups,
     _sampling,
     _vllm,
+    _fleet,
     _tasks,
     _training,
     _routers,

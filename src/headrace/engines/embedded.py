@@ -205,6 +205,9 @@ class TransformersEngine:
         return EngineStats(
             num_running=self._lane.num_running,
             num_waiting=self._lane.num_waiting,
+            max_running=self._config.max_batch_size,
+            kv_used_tokens=self._lane.num_kv_tokens,
+            kv_total_tokens=self._config.max_batch_size * self._max_context,
             prefill_s=self._prefill_s,
             decode_s=self._decode_s,
             **self._counters,
@@ -377,6 +380,7 @@ class TransformersEngine:
     def _fail_one(self, running: Running, message: str, cause: BaseException | None) -> None:
         failure = EngineError(f"request {running.request.id}: {message}")
         failure.__cause__ = cause
+        failure.partial = running.generation("abort", carry_kept_ids=self._config.carry_kept_ids)
         running.future.set_exception(failure)
 
 

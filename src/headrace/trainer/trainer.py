@@ -104,6 +104,11 @@ class PolicyTrainer:
         return self._step
 
     @property
+    def holds_published_weights(self) -> bool:
+        """No optimizer step was made since the last publish."""
+        return self._num_steps_since_publish == 0
+
+    @property
     def config(self) -> TrainerConfig:
         return self._config
 
