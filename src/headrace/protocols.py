@@ -144,6 +144,34 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class LendableEngine(Engine, Protocol):
+    """An engine that can hand over its device's memory: one half of a lease (``control/lease.py``)."""
+
+    async def release(self) -> None:
+        """Free weights and keys and values; the engine must be paused. Requests in flight stand still."""
+        ...
+
+    async def acquire(self) -> None:
+        """Room for them again; ``update_weights`` must follow before anything is served."""
+        ...
+
+    def held_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class LendableTrainer(Protocol):
+    """The other half. Blocking, on the trainer's thread."""
+
+    def offload(self) -> None:
+        """Move everything into host memory; nothing else may be called until :meth:`onload`."""
+        ...
+
+    def onload(self) -> None: ...
+
+    def held_bytes(self) -> int: ...
+
+
+@runtime_checkable
 class Fleet(Protocol):
     """What an engine made of several engines says besides: each of them is proved by its name (I6)."""
 

@@ -368,3 +368,45 @@ def test_nothing_is_lost_and_nobody_overtakes(operations: list[tuple[str, int]])
         for ended in list(flying):
             router.finish(str(ended))
             del flying[ended]
+
+
+def test_a_long_queue_costs_nothing_to_look_at() -> None:
+    """What is behind the first that waits is not looked at, however often something ends; its causes are right all the
+    same."""
+    clock = Clock()
+    router = Router(clock)
+    for number in range(5):
+        router.submit(work(str(number)))
+    placed(router, {})
+    clock.now_s = 1.0
+    router.submit(work("late"))
+    assert router.causes() == {WaitCause.NO_ENGINE: 1, WaitCause.ORDER: 5}
+    placed(router, {}, is_paused=True)
+    router.submit(work("later"))
+    assert router.causes() == {WaitCause.PAUSED: 7}
+    clock.now_s = 3.0
+    placed(router, {})
+    assert router.causes() == {WaitCause.NO_ENGINE: 1, WaitCause.ORDER: 6}
+    clock.now_s = 4.0
+    found = {d.id: d.waited_s for d in router.dispatch(idle(0))}
+    assert found["0"] == {WaitCause.NO_ENGINE: 2.0, WaitCause.PAUSED: 2.0}
+    assert found["1"] == {WaitCause.ORDER: 2.0, WaitCause.PAUSED: 2.0}
+    assert found["late"] == found["later"] == {WaitCause.PAUSED: 2.0, WaitCause.ORDER: 1.0}
+
+
+def test_who_is_put_back_before_the_first_makes_it_wait_in_order() -> None:
+    """The causes change places with the requests."""
+    clock = Clock()
+    router = Router(clock)
+    router.submit(work("a"))
+    placed(router, idle(0))
+    router.submit(work("b"))
+    placed(router, {})
+    clock.now_s = 2.0
+    router.requeue(work("a"))
+    assert router.causes() == {WaitCause.ORDER: 2}
+    placed(router, {})
+    clock.now_s = 5.0
+    first, second = router.dispatch(idle(0))
+    assert (first.id, first.waited_s) == ("a", {WaitCause.NO_ENGINE: 3.0})
+    assert (second.id, second.waited_s) == ("b", {WaitCause.NO_ENGINE: 2.0, WaitCause.ORDER: 3.0})

@@ -9,12 +9,13 @@ with an allocator's.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.control.watchdog import Watchdog, await_with_deadline
 from headrace.errors import HeadraceError
+from headrace.protocols import LendableEngine, LendableTrainer, WeightUpdate
 
 MAX_RESIDUE = 0.1
 """Share of what a tenant held that it may keep when it lets go (contexts, small buffers)."""
@@ -38,6 +39,43 @@ class Tenant(Protocol):
     def held_bytes(self) -> int:
         """Of the device's memory, now."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTenant:
+    """An engine's side. ``weights`` makes what it gets when it comes back, out of memory that is not lent. It is paused
+    then: whoever gave it the lease proves it (I6) and resumes it."""
+
+    engine: LendableEngine
+    weights: Callable[[], WeightUpdate]
+
+    async def release(self) -> None:
+        await self.engine.pause("keep")
+        await self.engine.release()
+
+    async def acquire(self) -> None:
+        await self.engine.acquire()
+        await self.engine.update_weights(self.weights())
+
+    def held_bytes(self) -> int:
+        return self.engine.held_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerTenant:
+    """The trainer's side. ``on_trainer`` runs a function on its thread."""
+
+    trainer: LendableTrainer
+    on_trainer: Callable[[Callable[[], None]], Awaitable[None]]
+
+    async def release(self) -> None:
+        await self.on_trainer(self.trainer.offload)
+
+    async def acquire(self) -> None:
+        await self.on_trainer(self.trainer.onload)
+
+    def held_bytes(self) -> int:
+        return self.trainer.held_bytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

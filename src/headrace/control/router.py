@@ -17,7 +17,7 @@ Nothing is lost: a request is waiting, on an engine, or gone because its caller 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -104,7 +104,7 @@ class _Waiting:
     work: Work
     sequence: int
     since_s: float
-    """Since when for the present cause; meaningless before there is one."""
+    """Since when for the present cause."""
     cause: WaitCause | None = None
     waited_s: dict[WaitCause, float] = field(default_factory=dict)
 
@@ -128,7 +128,9 @@ class Router:
         self._max_kv_pressure = max_kv_pressure
         self._sequence = itertools.count()
         self._sequences: dict[str, int] = {}
-        self._waiting: list[_Waiting] = []
+        self._waiting: deque[_Waiting] = deque()
+        self._behind = WaitCause.ORDER
+        """Why all that waits, but the first, waits."""
         self._flying: dict[int, dict[str, Work]] = {}
         self._engine_of: dict[str, int] = {}
         self._remembered: dict[int, OrderedDict[Hashable, None]] = {}
@@ -159,14 +161,17 @@ class Router:
         if work.id in self._sequences:
             raise ValueError(f"work {work.id} is in the router already; ids must be unique (failure 103)")
         sequence = self._sequences[work.id] = next(self._sequence)
-        self._waiting.append(_Waiting(work, sequence, self._clock()))
+        cause = self._behind if self._waiting else None
+        self._waiting.append(_Waiting(work, sequence, self._clock(), cause))
 
     def requeue(self, work: Work) -> None:
         """Its engine is gone and it goes on elsewhere, as ``work`` (with a longer prompt), in its old place."""
         engine = self._engine_of.pop(work.id)
         del self._flying[engine][work.id]
-        waiting = _Waiting(work, self._sequences[work.id], self._clock())
+        waiting = _Waiting(work, self._sequences[work.id], self._clock(), self._behind)
         place = next((i for i, w in enumerate(self._waiting) if w.sequence > waiting.sequence), len(self._waiting))
+        if place == 0 and self._waiting:
+            self._note(self._waiting[0], self._behind)
         self._waiting.insert(place, waiting)
 
     def finish(self, work_id: str, num_new_tokens: int | None = None) -> None:
@@ -179,7 +184,7 @@ class Router:
 
     def withdraw(self, work_id: str) -> None:
         """Its caller gave up while it waited."""
-        self._waiting = [w for w in self._waiting if w.work.id != work_id]
+        self._waiting = deque(w for w in self._waiting if w.work.id != work_id)
         del self._sequences[work_id]
 
     def forget(self, engine: int) -> None:
@@ -187,19 +192,22 @@ class Router:
         self._remembered.pop(engine, None)
 
     def dispatch(self, engines: Mapping[int, EngineLoad], *, is_paused: bool = False) -> list[Dispatch]:
-        """Give out what may go now, in order. ``engines``: those that may take work."""
+        """Give out what may go now, in order. ``engines``: those that may take work. Takes no longer where many wait:
+        what is behind the first that must wait is not looked at."""
         given: list[Dispatch] = []
-        blocked: WaitCause | None = WaitCause.PAUSED if is_paused else None
-        still: list[_Waiting] = []
-        for waiting in self._waiting:
-            choice: int | WaitCause = blocked if blocked is not None else self._choose(waiting.work, engines)
+        while self._waiting:
+            first = self._waiting[0]
+            choice = WaitCause.PAUSED if is_paused else self._choose(first.work, engines)
             if isinstance(choice, WaitCause):
-                self._note(waiting, choice)
-                still.append(waiting)
-                blocked = WaitCause.PAUSED if is_paused else WaitCause.ORDER
-                continue
-            given.append(self._give(waiting, choice))
-        self._waiting = still
+                self._note(first, choice)
+                break
+            self._waiting.popleft()
+            given.append(self._give(first, choice))
+        behind = WaitCause.PAUSED if is_paused else WaitCause.ORDER
+        if behind is not self._behind:
+            self._behind = behind
+            for waiting in itertools.islice(self._waiting, 1, None):
+                self._note(waiting, behind)
         return given
 
     # ---------------------------------------------------------------------------------------------- inside

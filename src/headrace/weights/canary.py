@@ -67,6 +67,8 @@ class Canary:
         self._prompt_ids = tuple(prompt_ids)
         self._bound = bound
         self._num_probes = 0
+        self._results: list[CanaryResult] = []
+        """Of engines that were proved since :meth:`prove` was last asked."""
 
     async def prove(self, version: PolicyVersion) -> CanaryResult:
         """Raises SyncError, naming what differs, unless engine and trainer agree. The engine may be paused:
@@ -74,19 +76,21 @@ class Canary:
         that was not proved yet, all at once; those that are lost meanwhile are left out."""
         if isinstance(self._engine, Fleet):
             return await self._prove_fleet(self._engine, version)
-        return await self.prove_engine(self._engine, version)
+        result = await self.prove_engine(self._engine, version)
+        self._results.clear()
+        return result
 
     async def _prove_fleet(self, fleet: Fleet, version: PolicyVersion) -> CanaryResult:
-        async def one(name: str, engine: Probed) -> CanaryResult | None:
+        async def one(name: str, engine: Probed) -> None:
             try:
-                result = await self.prove_engine(engine, version, name=name)
+                await self.prove_engine(engine, version, name=name)
             except EngineLost:
-                return None
+                return
             fleet.proved(name, version)
-            return result
 
         members = await fleet.unproved()
-        results = [r for r in await asyncio.gather(*(one(*member) for member in members.items())) if r is not None]
+        await asyncio.gather(*(one(*member) for member in members.items()))
+        results, self._results = self._results, []  # those of engines that were proved one by one, too
         return CanaryResult(
             version=version,
             max_gap=max((r.max_gap for r in results), default=0.0),
@@ -121,9 +125,11 @@ class Canary:
         if differing or not all(gap <= self._bound for gap in gaps.values()):
             differing = differing or _differing(checksums(), engine.weight_checksums())
             raise SyncError(self._explain(name, version, gaps, differing))
-        return CanaryResult(
+        result = CanaryResult(
             version=version, max_gap=max(gaps.values()), num_tokens=sum(len(g.ids) for g in generations.values())
         )
+        self._results.append(result)
+        return result
 
     def _request(self, number: int, kind: str, salt: str) -> GenerationRequest:
         return GenerationRequest(

@@ -140,6 +140,8 @@ class FleetEngine:
         flight = _Flight(request, asyncio.get_running_loop().create_future())
         self._flights[request.id] = flight
         self.router.submit(flight.work)
+        if self.router.num_waiting == 1:  # else it stands behind others
+            self.dispatch()
         generation: Generation | None = None
         try:
             generation = await self._fly(flight)
@@ -301,7 +303,6 @@ class FleetEngine:
     async def _fly(self, flight: _Flight) -> Generation:
         request = flight.request
         while True:
-            self.dispatch()
             member = await flight.placed
             if member is None:
                 return joined(request, flight.parts, "abort")
@@ -325,6 +326,7 @@ class FleetEngine:
         self.router.requeue(flight.work)
         if self._failure is not None:
             flight.placed.set_exception(self._copy_of_failure())
+        self.dispatch()
 
     async def _generate_on(self, member: Member, request: GenerationRequest) -> Generation | None:
         """The member's reply, whole where it ended; what it had where it died, None where that is not known."""
