@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from headrace.config.base import Section
 from headrace.config.critic import SharedCriticConfig
 from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
+from headrace.config.fleet_checks import fleet_problems
 from headrace.config.load import config_error
 from headrace.config.schema import (
     ArithmeticTasks,
@@ -165,36 +166,6 @@ def _vllm(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _fleet(config: RunConfig) -> Iterator[str]:
-    fleet = config.fleet
-    if fleet is None:
-        return
-    if config.engine.shares_weights and config.parallel.world_size == 1:
-        yield (
-            '[fleet] with engine.weights = "shared": engines that share the trainer\'s storage cannot be told apart, '
-            'started again or be at two versions; set engine.weights = "copy"'
-        )
-    if fleet.num_engines == 1:
-        for name in _set(fleet, "routing", "max_imbalance"):
-            yield f"fleet.{name} has no effect: fleet.num_engines is 1, so there is no choice; remove it"
-    elif fleet.routing == "least_loaded":
-        for name in _set(fleet, "max_imbalance"):
-            yield f'fleet.{name} has no effect: fleet.routing is "least_loaded"; remove it or use "affinity"'
-    if not fleet.max_restarts:
-        for name in _set(fleet, "restart_window_s", "restart_backoff_s"):
-            yield f"fleet.{name} has no effect: fleet.max_restarts is 0, so no engine starts again; remove it"
-    if fleet.max_engine_lag and not config.rollout.max_staleness:
-        yield (
-            f"fleet.max_engine_lag = {fleet.max_engine_lag} has no effect: rollout.max_staleness is 0, so no engine "
-            "decodes during a publish; remove it or raise rollout.max_staleness"
-        )
-    if fleet.sync_deadline_s >= config.waits.publish_s:
-        yield (
-            f"fleet.sync_deadline_s = {fleet.sync_deadline_s:g} is not below waits.publish_s = "
-            f"{config.waits.publish_s:g}: an engine that hangs would end the run before it is taken out; lower it"
-        )
-
-
 def _truncation(config: RunConfig) -> str:
     """The truncating option as ``top_p = 0.9``, or the empty text where all ids can be sampled."""
     sampling = config.sampling
@@ -339,8 +310,26 @@ def _streams(config: RunConfig) -> Iterator[str]:
         )
     if config.supervised_data is not None and not config.algorithm.supervised.coefficient:
         yield "supervised_data has no effect: algorithm.supervised.coefficient is 0; raise it or remove the section"
-    if config.algorithm.distillation != DistillationConfig():
-        yield "algorithm.distillation has no effect: a training run has no teacher; remove it"
+    yield from _teacher(config)
+
+
+def _teacher(config: RunConfig) -> Iterator[str]:
+    algorithm, teacher = config.algorithm, config.teacher
+    if teacher is None:
+        if algorithm.distillation != DistillationConfig():
+            yield "algorithm.distillation has no effect: the run has no teacher; remove it, or set teacher.path"
+        return
+    if not algorithm.distillation.coefficient:
+        yield "teacher has no effect: algorithm.distillation.coefficient is 0; raise it or remove the section"
+    if teacher.stream == "distillation":
+        own = {"preset", "distillation", "supervised"}
+        for name in sorted(algorithm.model_fields_set - own):
+            yield (
+                f'algorithm.{name} has no effect: teacher.stream = "distillation" trains on the teacher alone, without '
+                'rewards; remove it, or take teacher.stream = "rl"'
+            )
+        if config.critic is not None:
+            yield 'critic has no effect: teacher.stream = "distillation" trains without rewards; remove the section'
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:
@@ -430,7 +419,7 @@ _CHECKS = (
     _groups,
     _sampling,
     _vllm,
-    _fleet,
+    fleet_problems,
     _tasks,
     _training,
     _routers,

@@ -14,6 +14,7 @@ from headrace.config.base import LoraConfig, OptimizerSection, Section
 from headrace.config.critic import CriticConfig
 from headrace.config.engines import EngineConfig, TransformersEngineConfig
 from headrace.config.fleet import FleetConfig
+from headrace.config.teacher import TeacherConfig
 
 # -------------------------------------------------------------------------------------------------- model
 
@@ -437,6 +438,7 @@ class RunConfig(Section):
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     gold: GoldConfig | None = None
     supervised_data: SupervisedDataConfig | None = None
+    teacher: TeacherConfig | None = None
     engine: EngineConfig = TransformersEngineConfig()
     fleet: FleetConfig | None = None
     """Several engines behind one, and restarts; absent: one engine."""
