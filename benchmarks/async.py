@@ -5,7 +5,9 @@ The task is the learning fixture (string reversal, a 134k-parameter model, 256 r
 * ``sync``: ``max_staleness`` 0, engine and trainer take turns on all cores (or on one each, where that is faster: both
   are measured on the compute load, and the faster counts);
 * ``async``: ``max_staleness`` K (``--max-staleness``), engine and trainer at the same time, half of the cores each;
-* ``fleet``: the same with two engines behind one (``[fleet]``), on the same cores.
+* ``fleet``: the same with two engines behind one (``[fleet]``), on the same cores;
+* ``async_for_as_long``, on the load with waits: ``async`` with as many batches as take what ``sync`` took: a batch
+  of older tokens teaches less, and what counts is what was learnt by then.
 
 Loads: ``waits``, where a tool answers each reply after a log-normal latency (median ``--median-s``, sigma 1, at most 20
 times the median: the slowest of 256 is about 18 times the median), drawn from the episode's seed, so that all runs wait
@@ -147,6 +149,10 @@ def compare(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, An
             best = min(("sync", "sync_one_thread"), key=lambda kind: runs[kind]["loop_s"])
         base_s = runs[best]["loop_s"]
         ratios = {kind: base_s / runs[kind]["loop_s"] for kind in ("async", "fleet")}
+        if load == "waits":
+            longer = {**kinds["async"], "trainer": {**kinds["async"]["trainer"]}}
+            longer["trainer"]["num_batches"] = round(args.num_batches * ratios["async"])
+            runs["async_for_as_long"] = run(model, folder, f"{load}-for-as-long", args, **longer, **extra)
         result[load] = {"sync_is": best, "speedup": ratios, "runs": runs}
     return result
 
@@ -156,7 +162,7 @@ def main() -> None:
     parser.add_argument("--num-batches", type=int, default=30)
     parser.add_argument("--groups-per-batch", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=16)
-    parser.add_argument("--max-staleness", type=int, default=3)
+    parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--median-s", type=float, default=0.12, help="latency of the tool on the load with waits")
     parser.add_argument("--num-samples", type=int, default=4, help="replies to each held-out task")
     parser.add_argument("--cores", type=int, default=2, help="threads that each kind of run may use in all")
