@@ -27,9 +27,13 @@ from headrace.wiring import build_parts
 FLEET = {"num_engines": 2, "restart_backoff_s": 0.1, "sync_deadline_s": 20.0}
 
 
-def run(config: RunConfig, during: Callable[[Loop, FleetEngine], Coroutine[Any, Any, None]]) -> Loop:
+def run(
+    config: RunConfig,
+    during: Callable[[Loop, FleetEngine], Coroutine[Any, Any, None]],
+    resume_from: Path | None = None,
+) -> Loop:
     async def main() -> Loop:
-        parts: Parts = build_parts(config, resume_from=None)
+        parts: Parts = build_parts(config, resume_from=resume_from)
         assert isinstance(parts.engine, FleetEngine)
         await parts.reward.start()
         loop = Loop(parts)
@@ -59,16 +63,14 @@ def settings(tmp_path: Path, **sections: Any) -> RunConfig:
     return small_config(tmp_path, **base)
 
 
-def test_a_run_learns_on_when_one_of_its_engines_is_killed(tmp_path: Path) -> None:
-    """Two real engines, one dies at batch 8 while it decodes: its episodes go on, it comes back, gets the weights, is
-    proved, serves; books are complete and held-out accuracy rises."""
-    killed: list[TransformersEngine] = []
+def killer(batch: int, killed: list[TransformersEngine]) -> Callable[[Loop, FleetEngine], Coroutine[Any, Any, None]]:
+    """Kills engine 0 while it decodes, once ``batch`` batches are trained."""
 
     async def kill(loop: Loop, fleet: FleetEngine) -> None:
         while True:
             await asyncio.sleep(0)
             member = fleet.supervisor.members.get(0)
-            if loop.batch_index < 8 or member is None or fleet._is_paused or not fleet.router.num_in_flight(0):
+            if loop.batch_index < batch or member is None or fleet._is_paused or not fleet.router.num_in_flight(0):
                 continue
             engine = member.engine
             assert isinstance(engine, TransformersEngine)
@@ -77,7 +79,15 @@ def test_a_run_learns_on_when_one_of_its_engines_is_killed(tmp_path: Path) -> No
                 killed.append(engine)
                 return
 
-    loop = run(settings(tmp_path), kill)
+    return kill
+
+
+def test_a_run_learns_on_when_one_of_its_engines_is_killed(tmp_path: Path) -> None:
+    """Two real engines, one dies at batch 8 while it decodes: its episodes go on, it comes back, gets the weights, is
+    proved, serves; books are complete and held-out accuracy rises."""
+    killed: list[TransformersEngine] = []
+
+    loop = run(settings(tmp_path), killer(8, killed))
     assert len(killed) == 1
     assert loop.batch_index == 24
     loop.parts.record.ledger.check(full=True)
@@ -104,13 +114,35 @@ def test_a_run_learns_on_when_one_of_its_engines_is_killed(tmp_path: Path) -> No
     assert {s["incarnation"] for s in spans if s["actor"] == "engine-0" and s["what"] == "syncing"} == {0, 1}
 
 
+async def nothing(loop: Loop, fleet: FleetEngine) -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_resumed_fleet_serves_the_restored_version(tmp_path: Path) -> None:
+    """I7, I11: stopped in the middle and resumed: engines start with the restored weights, are proved under the new
+    lineage, and no attempt is trained twice."""
+
+    async def stop(loop: Loop, fleet: FleetEngine) -> None:
+        while loop.batch_index < 3:
+            await asyncio.sleep(0.01)
+        loop.stop()
+
+    config = settings(tmp_path, trainer={"num_batches": 6})
+    first = run(config, stop)
+    assert 3 <= first.batch_index < 6
+    second = run(config, nothing, resume_from=first.parts.record.run_dir.path)
+    assert second.parts.trainer.version == (1, 6)
+    assert second.parts.engine.version == (1, 6)
+    second.parts.record.ledger.check(full=True)
+    assert second.parts.record.ledger.summary()["trained"] == 6 * 64
+    lines = list(read_metrics(second.parts.record.run_dir.path))
+    assert sorted({line["update"] for line in lines}) == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["canary/max_gap"] < 1e-3
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_versions_of_every_token_are_within_the_bound(tmp_path: Path, lag: int) -> None:
     """I7 over two engines, updated together (lag 0) or one after the other (lag 1)."""
-
-    async def nothing(loop: Loop, fleet: FleetEngine) -> None:
-        await asyncio.Event().wait()
-
     config = settings(tmp_path, trainer={"num_batches": 5}, fleet={**FLEET, "max_engine_lag": lag})
     loop = run(config, nothing)
     trained = [e for e in read_episodes(loop.parts.record.run_dir.path) if e["status"] == "trained"]
@@ -119,3 +151,17 @@ def test_versions_of_every_token_are_within_the_bound(tmp_path: Path, lag: int) 
         assert all(0 <= episode["update"] - 1 - span[2] <= 1 for span in episode["version_spans"])
     served = {s["actor"] for s in read_spans(loop.parts.record.run_dir.path) if s["what"] == "generate"}
     assert served == {"engine-0", "engine-1"}
+
+
+@pytest.mark.timeout(280)
+def test_engines_of_a_trainer_of_several_processes(tmp_path: Path) -> None:
+    """Its buckets are gathered once for all engines, and once more for the engine that comes back."""
+    killed: list[TransformersEngine] = []
+    config = settings(tmp_path, trainer={"num_batches": 6}, parallel={"dp_shard": 2})
+    loop = run(config, killer(2, killed))
+    assert len(killed) == 1
+    loop.parts.record.ledger.check(full=True)
+    assert loop.parts.record.ledger.summary()["trained"] == 6 * 64
+    lines = list(read_metrics(loop.parts.record.run_dir.path))
+    assert all(line["canary/max_gap"] < 1e-3 for line in lines)
+    assert sum(line["fleet/num_deaths"] for line in lines) == 1.0

@@ -192,6 +192,28 @@ async def test_a_request_that_fails_on_a_healthy_engine_is_its_own_failure() -> 
 
 
 @virtual
+async def test_a_request_that_kills_engines_does_not_get_all_of_them() -> None:
+    """One poisonous prompt must not end a run: after five deaths it fails, its tokens with it, and the rest goes on."""
+    yard = Yard(make=lambda i, n: MortalEngine(telling("abcdefgh"), version=V0))
+    fleet = await proved(make_fleet(yard, num_engines=8, max_restarts=0))
+
+    async def kill_its_engine() -> None:
+        while True:
+            await asyncio.sleep(1.5)
+            for index in range(8):
+                if "poison" in fleet.router.on_engine(index):
+                    yard.engines[index, 0].die()
+
+    killer = asyncio.ensure_future(kill_its_engine())
+    with pytest.raises(EngineError, match="request poison was on 5 engines that died") as caught:
+        await fleet.generate(request("poison"))
+    killer.cancel()
+    assert caught.value.partial is not None and text_of(caught.value.partial) == "abcde"
+    assert len(fleet.states.serving()) == 3
+    assert text_of(await fleet.generate(request("good"))) == "abcdefgh\0"
+
+
+@virtual
 async def test_an_engine_that_hangs_is_found_by_its_health() -> None:
     """I19: it does not answer whether it lives; what it had is taken from it by abort, and goes on elsewhere."""
     yard = Yard(text="abcdef")

@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 RESCUE_S = 2.0
 """For a lost engine to hand over the tokens of one request."""
+MAX_LOSSES = 4
+"""Engines that one request may lose: it may be what kills them, and would take the whole fleet with it."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class _Flight:
     parts: list[Generation] = field(default_factory=list)
     is_aborted: bool = False
     member: Member | None = None
+    num_losses: int = 0
 
     @property
     def rest(self) -> GenerationRequest:
@@ -321,6 +324,14 @@ class FleetEngine:
         """Its engine is gone: it goes on from the tokens that are known, or starts again with the same seed."""
         if part is not None and part.ids and can_continue(flight.request, flight.parts, part):
             flight.parts.append(part)
+        flight.num_losses += 1
+        if flight.num_losses > MAX_LOSSES:
+            error = EngineError(
+                f"request {flight.request.id} was on {flight.num_losses} engines that died, one after the other: it "
+                "may be what kills them, so it is not given to another"
+            )
+            error.partial = joined(flight.request, flight.parts, "abort")
+            raise error
         self.tally.cut_short(flight.request.id, sum(len(p.ids) for p in flight.parts))
         flight.member, flight.placed = None, asyncio.get_running_loop().create_future()
         self.router.requeue(flight.work)
@@ -343,8 +354,10 @@ class FleetEngine:
             if not call.done():
                 call.cancel()
                 call.add_done_callback(lambda c: c.cancelled() or c.exception())  # seen, whenever that is
-        if not call.done() or call.cancelled():
+        if not call.done():
             return None
+        if call.cancelled():
+            raise EngineError(f"request {request.id}: {member.name} gave it up without a word")
         error = call.exception()
         if error is None:
             return call.result()
