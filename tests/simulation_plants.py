@@ -9,6 +9,7 @@ import pytest
 from headrace.control.admission import Admission
 from headrace.control.cursor import TaskCursor
 from headrace.loop import Loop
+from headrace.weights.catch_up import TrainerCatchUp
 
 
 def double_consume(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +30,16 @@ def stale_after_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "restore", restore)
 
 
-def serves_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def restarted_engine_serves_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of a fleet that was started again takes work before the canary has seen it (FAILURES 88)."""
+
+    async def believed(self: TrainerCatchUp, *_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(TrainerCatchUp, "prove", believed)
+
+
+def resumed_engine_serves_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine of a resumed run serves before anybody has proved what it serves (FAILURES 88, 111)."""
     prove = Loop._prove
 
@@ -41,4 +51,4 @@ def serves_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "_prove", skipped_after_restore)
 
 
-PLANTS = (double_consume, stale_after_restore, serves_early)
+PLANTS = (double_consume, stale_after_restore, restarted_engine_serves_early, resumed_engine_serves_early)

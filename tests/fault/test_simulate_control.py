@@ -15,7 +15,7 @@ from headrace.control.ledger import Ledger
 from headrace.simulate.control import simulate
 
 NUM_SEEDS, NUM_ALL_SEEDS = 500, 10_000
-FOUND_WITHIN = 60
+FOUND_WITHIN = 30
 """Seeds until a planted fault is found."""
 
 

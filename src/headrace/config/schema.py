@@ -13,6 +13,7 @@ from pydantic import Field
 from headrace.config.base import LoraConfig, OptimizerSection, Section
 from headrace.config.critic import CriticConfig
 from headrace.config.engines import EngineConfig, TransformersEngineConfig
+from headrace.config.fleet import FleetConfig
 from headrace.config.teacher import TeacherConfig
 
 # -------------------------------------------------------------------------------------------------- model
@@ -439,6 +440,8 @@ class RunConfig(Section):
     supervised_data: SupervisedDataConfig | None = None
     teacher: TeacherConfig | None = None
     engine: EngineConfig = TransformersEngineConfig()
+    fleet: FleetConfig | None = None
+    """Several engines behind one, and restarts; absent: one engine."""
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()

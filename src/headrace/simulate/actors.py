@@ -13,6 +13,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from headrace.types import (
     Task,
     VersionSpan,
 )
+from headrace.weights.checksums import checksums
 
 _WEIGHTS = "weights"
 
@@ -46,15 +48,13 @@ def logprob_of(weights: int) -> float:
     return -1.0 - (weights % 9973) / 9973
 
 
-def update_of(version: PolicyVersion, weights: int) -> WeightUpdate:
-    return WeightUpdate(version=version, buckets=lambda: iter([{_WEIGHTS: torch.tensor(weights)}]))
+def tensors_of(weights: int) -> dict[str, Tensor]:
+    return {_WEIGHTS: torch.tensor(weights)}
 
 
 def weights_of(update: WeightUpdate) -> int:
-    """Raises where an update carries none."""
-    assert update.buckets is not None
-    (bucket,) = update.buckets()
-    return int(bucket[_WEIGHTS])
+    assert update.tensors is not None
+    return int(update.tensors[_WEIGHTS])
 
 
 class SimulatedEngine(ScriptedEngine):
@@ -77,8 +77,9 @@ class SimulatedEngine(ScriptedEngine):
         logprobs: list[float] = []
         versions: list[PolicyVersion] = []
         while len(ids) < limit and ids[-1:] != [END] and await self._next_token(aborted, token_s):
-            draw = zlib.crc32(f"{self.weights}/{request.seed}/{len(ids)}".encode())
-            ids.append(END if ids and draw % 3 == 0 else 48 + draw % 2)
+            place = request.first_draw + len(ids)
+            draw = zlib.crc32(f"{self.weights}/{request.seed}/{place}".encode())
+            ids.append(END if place and draw % 3 == 0 else 48 + draw % 2)
             logprobs.append(logprob_of(self.weights))
             versions.append(self.version)
             self._monitor.sampled(self.name, self.version, request.id)
@@ -108,7 +109,7 @@ class SimulatedEngine(ScriptedEngine):
         self.weights = weights_of(update)
 
     def weight_checksums(self) -> Mapping[str, str]:
-        return {_WEIGHTS: str(self.weights)}
+        return checksums(tensors_of(self.weights).items())
 
 
 class SimulatedTrainer(ScriptedTrainer):
@@ -122,10 +123,7 @@ class SimulatedTrainer(ScriptedTrainer):
         self._monitor = monitor
 
     def checksums(self) -> dict[str, str]:
-        return {_WEIGHTS: str(self.weights)}
-
-    def current_weights(self) -> WeightUpdate:
-        return update_of(self.version, self.weights)
+        return checksums(tensors_of(self.weights).items())
 
     def forward(self, samples: Sequence[Sample], model: str = "policy") -> list[Tensor]:
         return [torch.tensor(sample.mask, dtype=torch.float32) * logprob_of(self.weights) for sample in samples]
@@ -150,9 +148,13 @@ class SimulatedTrainer(ScriptedTrainer):
         return metrics
 
     def publish(self) -> WeightUpdate:
-        super().publish()
+        update = super().publish()
         self._monitor.published(self.version)
-        return self.current_weights()
+        return update
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """As a model's: it stands for one too."""
+        return iter(tensors_of(self.weights).items())
 
     def snapshot(self) -> Callable[[Path], None]:
         state = json.dumps(
@@ -174,6 +176,13 @@ class SimulatedTrainer(ScriptedTrainer):
         self.consumed = [AttemptKey(*key) for key in state["consumed"]]
 
 
+@dataclass(frozen=True)
+class Raised:
+    """What a call on the trainer's thread raised: a thread of the controller's own, so that it arrives as it is."""
+
+    error: Exception
+
+
 class TrainerWorker:
     """The actor of the trainer's calls, one at a time, and of a checkpoint's writer."""
 
@@ -188,7 +197,10 @@ class TrainerWorker:
             name = getattr(function, "__name__", "call")
             await asyncio.sleep(5.0 * self._plan.chance("duration", name, self._num_calls))
             self._on_event("trainer", name)
-            return function(*args)
+            try:
+                return function(*args)
+            except Exception as error:
+                return Raised(error)
 
 
 class RemoteThread:
@@ -198,8 +210,13 @@ class RemoteThread:
         self._handle = handle
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        call: asyncio.Future[Any] = asyncio.ensure_future(self._handle.call("run", function, args))
-        return call
+        return asyncio.ensure_future(self._call(function, args))
+
+    async def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        result = await self._handle.call("run", function, args)
+        if isinstance(result, Raised):
+            raise result.error
+        return result
 
     def stop(self) -> None:
         """Nothing to stop: the actor ends with its life."""
@@ -247,11 +264,3 @@ class EnvironmentWorker:
             await asyncio.sleep(1.0 if self._plan.chance("how", what, seed) < 0.6 else math.inf)
             raise PlannedFault(f"{what} failed as planned")
         await asyncio.sleep(self._plan.chance("environment", what, seed))
-
-
-def numbers() -> Iterator[int]:
-    """0, 1, 2, ..."""
-    number = 0
-    while True:
-        yield number
-        number += 1

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from headrace.cluster.actors import ActorDied
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import DeadlineError
+from headrace.engines.errors import EngineError
+from headrace.errors import EngineLost
 from headrace.loop import EngineDied
 from headrace.record.episodes import read_episodes
 from headrace.record.ledger_store import LedgerStore
@@ -29,7 +31,7 @@ from headrace.types import AttemptKey
 MAX_LIVES = NUM_FAULTY_LIVES + 3
 MAX_LIFE_S = 400_000.0
 """Virtual seconds. Every wait has a deadline, so no life is longer."""
-_EXPLAINED = (EngineDied, DeadlineError, StallError, ActorDied, PlannedFault)
+_EXPLAINED = (EngineDied, DeadlineError, StallError, ActorDied, PlannedFault, EngineError, EngineLost)
 """Errors that a fault of the seed may end a life with, in a life that has any."""
 
 

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from headrace.algorithms.registry import build_algorithm
@@ -16,6 +15,7 @@ from headrace.cluster.actors import ActorDied, RemoteError
 from headrace.cluster.remote_engine import EngineActor, RemoteEngine
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog, await_with_deadline
+from headrace.engines.fleet.fleet import FleetEngine
 from headrace.environments.runner import EpisodeRunner
 from headrace.environments.task_list import TaskList
 from headrace.monitor.fanout import build_sinks
@@ -23,7 +23,7 @@ from headrace.monitor.health import HealthMonitor
 from headrace.monitor.progress import Progress
 from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
-from headrace.protocols import Observation
+from headrace.protocols import Engine, Observation, Probed
 from headrace.record.checkpoints import CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.files import RecordError
@@ -40,6 +40,7 @@ from headrace.simulate.actors import (
     SimulatedEngine,
     SimulatedTrainer,
     TrainerWorker,
+    tensors_of,
 )
 from headrace.simulate.disk import Disk, die
 from headrace.simulate.errors import InvariantBroken
@@ -48,12 +49,13 @@ from headrace.simulate.network import Network, SimulatedActor
 from headrace.simulate.scenario import CALM, NUM_TASKS, Fault, Scenario
 from headrace.types import Episode, ErrorClass, Group, PolicyVersion, Sample, Sampling, ScoreError, ScoreResult, Task
 from headrace.weights.canary import Canary, CanaryResult
+from headrace.weights.catch_up import TrainerCatchUp
 
 TASKS = [Task(id=f"t{i}", messages=({"role": "user", "content": f"{i}?"},), answer="1") for i in range(NUM_TASKS)]
 HELD_OUT = [Task(id=f"h{i}", messages=({"role": "user", "content": f"{i}!"},), answer="1") for i in range(2)]
 START_DEADLINE_S = 60.0
-MODEL = torch.nn.Linear(1, 1)
-"""The trainer says what its weights are; nothing reads these."""
+NO_VERSION = PolicyVersion(-1, 0)
+"""Of weights that were never published."""
 
 
 class WatchedCanary(Canary):
@@ -61,9 +63,12 @@ class WatchedCanary(Canary):
 
     life: Life
 
-    async def prove(self, version: PolicyVersion) -> CanaryResult:
-        result = await super().prove(version)
-        self.life.monitor.proved(self.life.engine_name, version)
+    async def prove_engine(
+        self, engine: Probed, version: PolicyVersion, *, name: str = "the engine", **options: Any
+    ) -> CanaryResult:
+        actor = self.life.engines[0 if name == "the engine" else int(name.removeprefix("engine-"))]
+        result = await super().prove_engine(engine, version, name=name, **options)
+        self.life.monitor.proved(actor.name, version)
         return result
 
 
@@ -149,6 +154,8 @@ class Life:
         self._opened: list[Any] = []
         """What has to be closed again, in the order in which it was opened."""
         self._parts: Parts | None = None
+        self.engines: dict[int, SimulatedActor] = {}
+        """The newest incarnation of each."""
         self._num_events = 0
         self._num_environments = 0
         self._faults: dict[int, list[Fault]] = {}
@@ -165,10 +172,6 @@ class Life:
     def is_calm(self) -> bool:
         """Nothing may end such a life but the end of the run."""
         return self.number >= len(self.plan.faults)
-
-    @property
-    def engine_name(self) -> str:
-        return f"engine#{self.number}"
 
     # ------------------------------------------------------------------------------------------- events
 
@@ -200,8 +203,10 @@ class Life:
             if fault.victim in pools:
                 workers = pools[fault.victim].workers
                 victim = workers[fault.event % len(workers)]
+            elif fault.victim == "engine":
+                victim = self.engines[fault.event % len(self.engines)]
             else:
-                victim = self._engine if fault.victim == "engine" else self._trainer_actor
+                victim = self._trainer_actor
             victim.kill(is_noticed=fault.is_noticed)
 
     def explained(self, error: BaseException, allowed: tuple[type[Exception], ...]) -> str:
@@ -227,7 +232,7 @@ class Life:
         self._environments = Pool(self, "environment", EnvironmentWorker)
         self._trainer_actor = self.network.start("trainer", self.number, TrainerWorker(plan, self.event))
         writer = self.network.start("writer", self.number, TrainerWorker(plan, self.event))
-        engine = await self._start_engine(watchdog)
+        engine = await self._start_engines(watchdog)
         self._parts = self._connect(record, restored, watchdog, engine, RemoteThread(writer.handle))
         self.loop = WatchedLoop(self._parts)
         self.loop.monitor, self.monitor.loop = self.monitor, self.loop
@@ -281,15 +286,24 @@ class Life:
         self._opened += [record.episodes, record.spans, record.metrics]
         return record, {} if checkpoint is None else checkpoint.state()
 
-    async def _start_engine(self, watchdog: Watchdog) -> RemoteEngine:
-        trainer = self.trainer
-        engine = SimulatedEngine(self.engine_name, trainer.version, trainer.weights, self.plan, self.monitor)
-        self._engine = self.network.start("engine", self.number, EngineActor(engine=engine))
+    async def _start_engine(self, index: int, incarnation: int) -> RemoteEngine:
+        """As ``wiring.build_fleet``: what is started again holds whatever weights are at hand, as no version at all."""
+        trainer, is_first = self.trainer, incarnation == 0
+        version, weights = (trainer.version, trainer.weights) if is_first else (NO_VERSION, 0)
+        name = f"engine-{index}.{self.number}"
+        engine = SimulatedEngine(f"{name}#{incarnation}", version, weights, self.plan, self.monitor)
+        actor = self.engines[index] = self.network.start(name, incarnation, EngineActor(engine=engine))
+        return await RemoteEngine.connect(actor.handle)
+
+    async def _start_engines(self, watchdog: Watchdog) -> Engine:
+        fleet = self.plan.config.fleet
+        if fleet is not None:
+            return FleetEngine(self._start_engine, fleet, version=self.trainer.version, watchdog=watchdog)
         return await await_with_deadline(
-            RemoteEngine.connect(self._engine.handle),
+            self._start_engine(0, 0),
             watchdog=watchdog,
             waiter="start",
-            on=self.engine_name,
+            on="the engine",
             what="its first answer",
             deadline_s=START_DEADLINE_S,
         )
@@ -299,7 +313,7 @@ class Life:
         return RemoteEnvironment(self._environments, self._num_environments)
 
     def _connect(
-        self, record: Record, restored: dict[str, Any], watchdog: Watchdog, engine: RemoteEngine, writer: RemoteThread
+        self, record: Record, restored: dict[str, Any], watchdog: Watchdog, engine: Engine, writer: RemoteThread
     ) -> Parts:
         plan, config, clock = self.plan, self.plan.config, watchdog.now_s
         trainer: Any = self.trainer
@@ -316,6 +330,8 @@ class Life:
             engine, score, (2, 65), bound=1e-6, trainer_checksums=trainer.checksums, shares_weights=False
         )
         canary.life = self
+        if isinstance(engine, FleetEngine):
+            engine.catch_up_by(TrainerCatchUp(canary, trainer, lambda: tensors_of(trainer.weights), thread.call))
         runner = EpisodeRunner(
             engine=engine,
             renderer=ScriptedRenderer(),
@@ -335,7 +351,7 @@ class Life:
             engine=engine,
             player=Player(runner=runner, reward=reward, sampling=Sampling(**config.sampling.model_dump())),
             reward=reward,
-            model=MODEL,  # type: ignore[arg-type]
+            model=trainer,
             trainer=trainer,
             trainer_thread=thread,
             algorithm=build_algorithm(
@@ -361,6 +377,7 @@ class Life:
                 progress=progress,
                 engine=engine,
                 reward=reward,
+                watchdog=watchdog,
             ),
             restored=restored,
         )

@@ -52,7 +52,8 @@ class Monitor:
             self._broken("I7", f"{engine} samples for {request} with version {version}, which nobody proved")
         if self.loop is None:
             return
-        if version.number < self.loop.batch_index:
+        fleet = self.loop.config.fleet
+        if version.number < self.loop.batch_index - (0 if fleet is None else fleet.max_engine_lag):
             self._broken(
                 "I7", f"{engine} samples for {request} with version {version}, the run is at {self.loop.batch_index}"
             )

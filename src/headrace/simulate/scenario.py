@@ -83,7 +83,7 @@ def scenario(seed: int, folder: Path, *, calm: bool = False) -> Scenario:
     # Where one failed member costs a whole group, more failures only make longer runs.
     is_strict = rollout.on_failure == "discard" or rollout.min_group_size == rollout.group_size
     num_attempts = config.trainer.num_batches * rollout.groups_per_batch * rollout.group_size
-    num_events = 60 + 12 * num_attempts
+    num_events = 200 + 30 * num_attempts
     faults = tuple(
         tuple(
             Fault(event=rng.randrange(num_events), victim=rng.choice(VICTIMS), is_noticed=rng.random() < 0.6)
@@ -105,7 +105,16 @@ def scenario(seed: int, folder: Path, *, calm: bool = False) -> Scenario:
 
 def _config(rng: random.Random, seed: int, folder: Path) -> dict[str, Any]:
     group_size = rng.choice((2, 3))
+    num_engines = rng.choice((0, 0, 2, 3))
+    fleet = {
+        "num_engines": num_engines,
+        "max_engine_lag": rng.choice((0, 0, 1)),
+        "max_restarts": rng.choice((1, 3)),
+        "start_deadline_s": 60.0,
+        "sync_deadline_s": 60.0,
+    }
     return {
+        "fleet": fleet if num_engines else None,
         "name": f"seed-{seed}",
         "seed": seed,
         "output_dir": str(folder),
