@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -79,6 +80,29 @@ class Loopback:
             writer.close()
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
+
+
+@contextmanager
+def in_thread(serving: Callable[[], AbstractAsyncContextManager[str]]) -> Iterator[str]:
+    """The address of a server that runs in a thread of its own, for tests of what runs an event loop itself."""
+    started: Future[str] = Future()
+    ended = asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        async with serving() as url:
+            started.set_result(url)
+            await ended.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(asyncio.run, serve())
+        served.add_done_callback(lambda done: None if started.done() else started.set_exception(done.exception()))
+        try:
+            yield started.result(timeout=10)
+        finally:
+            loops[0].call_soon_threadsafe(ended.set)
+            served.result(timeout=10)
 
 
 @asynccontextmanager

@@ -331,10 +331,14 @@ class ScriptedSglang:
     def _is_probe(body: Mapping[str, Any]) -> bool:
         return body["rid"] == "headrace-start" or body.get("cache_salt", "").endswith(("/semantics", "/probe"))
 
+    def options(self, row: Row) -> tuple[dict[int, float], dict[int, float]]:
+        """As :func:`distribution`, of the next token."""
+        number = 0 if self.weight_version == "default" else int(self.weight_version.rpartition(".")[2])
+        return distribution(row.body["sampling_params"], number, self.fault)
+
     def _token(self, row: Row) -> None:
         params = row.body["sampling_params"]
-        number = 0 if self.weight_version == "default" else int(self.weight_version.rpartition(".")[2])
-        whole, kept = distribution(params, number, self.fault)
+        whole, kept = self.options(row)
         position = len(row.body["input_ids"]) + len(row.ids)
         seed = 0 if self.fault == "one-seed" else params["sampling_seed"]
         weights = [math.exp(logprob) for logprob in kept.values()]
