@@ -7,6 +7,9 @@ it: what is proved is our side of it, from the configuration to the canary of ea
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from headrace.cli.main import main
 from headrace.record.episodes import read_episodes
 from headrace.record.metrics import read_metrics
+from headrace.testing import save_tiny
 
 
 class ModelSglang(ScriptedSglang):
@@ -71,7 +75,9 @@ def run_file(folder: Path, url: str, **sections: Any) -> Path:
     }
     for section, values in sections.items():
         base[section] = {**base.get(section, {}), **values} if isinstance(values, dict) else values
-    return write_toml(folder / "run.toml", small_data(folder, "run", **base))
+    data = small_data(folder, "run", **base)
+    data["engine"] = base["engine"]
+    return write_toml(folder / "run.toml", data)
 
 
 @pytest.mark.parametrize(
@@ -159,3 +165,24 @@ def test_a_server_that_dies_ends_the_run_and_a_resume_goes_on(
     with in_thread(lambda: serving(server())) as url:
         assert main(["resume", str(tmp_path / "run"), f"--engine.url={url}"]) == 0
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) >= 4
+
+
+def test_the_gpu_check_runs_against_the_scripted_server(tmp_path: Path) -> None:
+    """It waits for a GPU, and says so; every part of it works against the server that is built from the contract."""
+    model = tmp_path / "model"
+    save_tiny(model, initializer_range=0.2, max_context=256)
+    made = ModelSglang(architectures=tuple(AutoModelForCausalLM.from_pretrained(model).config.architectures))
+    script = Path(__file__).parents[2] / "benchmarks" / "sglang_check.py"
+    done = subprocess.run([sys.executable, script, "--model", model], capture_output=True, text=True, check=False)
+    assert (done.returncode, "waits for a machine that has one" in done.stdout) == (3, True)
+    out = tmp_path / "check.json"
+    with in_thread(lambda: serving(made)) as url:
+        options = ["--model", model, "--url", url, "--device", "cpu", "--dtype", "float32", "--out", out]
+        options += ["--max-context", "200", "--num-tokens", "8", "--long-tokens", "120", "--flight-s", "0.05"]
+        done = subprocess.run(
+            [sys.executable, script, *map(str, options)], capture_output=True, text=True, check=False, timeout=120
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["passed"] and set(found["parts"]) == {"start", "parity", "updates", "in_flight", "abort", "memory"}
+    assert len(found["parts"]["in_flight"]["recompute"]["spans"]) == 2
