@@ -102,8 +102,9 @@ async def _evaluate(config: RunConfig, target: Target) -> EvaluationResult:
         model = config.model.model_copy(update={"path": path, "lora": None})
     # One engine takes all cores here: nothing trains beside it.
     rollout = config.rollout.model_copy(update={"max_staleness": 0})
+    config = config.model_copy(update={"model": model})
     checked = check_before_work(config, trains=False)
-    config = config.model_copy(update={"model": model, "rollout": rollout})
+    config = config.model_copy(update={"rollout": rollout})
     _check_held_out(checked)
     policy = load_policy(config)
     if target.checkpoint is not None:

@@ -64,7 +64,7 @@ from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
-from headrace.weights.canary import Canary
+from headrace.weights.canary import NUM_PROBE_TOKENS, Canary
 from headrace.weights.checksums import checksum, checksums, named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
 from headrace.weights.model_folder import ModelFolders
@@ -393,7 +393,9 @@ def _connect(
 
 def _canary_prompt(checked: Checked, policy: Policy) -> Sequence[int]:
     """The first task's prompt, repeated or cut to the length that the engine's cache needs."""
-    num_tokens = NUM_CANARY_PROMPT_TOKENS[checked.config.engine.type]
+    engine = checked.config.engine
+    room = (engine.max_context or policy.loaded.max_context) - NUM_PROBE_TOKENS
+    num_tokens = min(NUM_CANARY_PROMPT_TOKENS[engine.type], room)
     prompt = policy.renderer.render(checked.splits.train[0].messages)
     return (prompt * num_tokens)[:num_tokens]
 

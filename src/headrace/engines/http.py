@@ -160,7 +160,7 @@ class HttpClient:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             message = f"nothing answers at {self._url}{path} ({self._told(str(error)) or type(error).__name__})"
             raise _Failed(HttpError(f"{message}: is {self.name} running, and is the address right?", UNSENT)) from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             message = f"{self.name} hung up during {path}: {type(error).__name__}: {self._told(str(error))}"
             raise _Failed(HttpError(message, NO_ANSWER)) from error
         if not response.is_success:

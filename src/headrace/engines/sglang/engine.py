@@ -332,6 +332,8 @@ class SglangEngine:
                 if not flight.call.done() or flight.call.cancelled():
                     flight.call.cancel()
                     self._abort_later(rid)
+                else:
+                    flight.call.exception()  # seen, also where the caller has given up meanwhile
                 flight.rid = flight.call = None
                 flight.returned.set()
 
