@@ -138,9 +138,8 @@ def test_a_reply_that_ran_into_its_length_is_truncated() -> None:
 )
 def test_what_is_wrong_with_the_server_is_told_at_start(server: ScriptedOpenAi, model: str, message: str) -> None:
     async def steps(engine: OpenAiEngine, server: ScriptedOpenAi) -> None:
-        with pytest.raises(EngineError, match=message) as caught:
+        with pytest.raises(EngineError, match=message):
             await engine.check()
-        assert "provided: k" not in str(caught.value).replace("api_key", "")
 
     run(steps, server, model)
 
