@@ -45,7 +45,7 @@ KEEP_ALIVE_IDLE_S, KEEP_ALIVE_INTERVAL_S, NUM_KEEP_ALIVES = 30, 10, 3
 class HttpError(EngineError):
     """A call did not succeed. ``status``: of the answer, or NO_ANSWER, or UNSENT."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int = NO_ANSWER) -> None:
         super().__init__(message)
         self.status = status
 
