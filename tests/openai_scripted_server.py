@@ -42,6 +42,7 @@ class ScriptedOpenAi:
         return await self._chat(request.body)
 
     async def _chat(self, body: dict[str, Any]) -> Answer:
+        number = len(self.bodies)
         self.bodies.append(body)
         self.num_running += 1
         self.num_most = max(self.num_most, self.num_running)
@@ -49,7 +50,7 @@ class ScriptedOpenAi:
             await asyncio.sleep(0)
             if body["model"] not in (*self.models, "alias"):
                 return Answer({"error": {"message": f"The model {body['model']} does not exist"}}, 404)
-            answer = self.script(body, len(self.bodies) - 1) if self.script is not None else None
+            answer = self.script(body, number) if self.script is not None else None
             return answer or self._sum(body)
         finally:
             self.num_running -= 1

@@ -31,6 +31,11 @@ num_samples = 2
 """
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def tasks_file(folder: Path, url: str, engine: str = "") -> str:
     path = folder / "run.toml"
     path.write_text(RUN.format(url=url, engine=engine))

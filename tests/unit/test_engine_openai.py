@@ -12,7 +12,7 @@ from openai_scripted_server import ScriptedOpenAi, completion, serving
 
 from headrace.config.checks import check_config
 from headrace.config.engines import OpenAiEngineConfig
-from headrace.config.schema import RunConfig
+from headrace.config.schema import EvaluationConfig, RunConfig
 from headrace.control.checks import GuardError
 from headrace.control.samples import checked_samples
 from headrace.control.watchdog import Watchdog
@@ -88,7 +88,7 @@ def test_a_busy_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(run(steps, ScriptedOpenAi(script=script)).bodies) == 4
 
     async def fails(engine: OpenAiEngine, server: ScriptedOpenAi) -> None:
-        with pytest.raises(EngineError, match=r"request r: .* status 500: still broken"):
+        with pytest.raises(EngineError, match=r"answered /chat/completions with status 500: still broken"):
             await engine.chat(asked())
 
     run(fails, ScriptedOpenAi(script=lambda b, n: Answer({"error": "still broken"}, 500)), request_deadline_s=0.1)
@@ -236,6 +236,7 @@ def test_training_on_text_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"cannot train: .*neither the sampled ids nor their log-probabilities"):
         check_config(config)
     check_config(config, trains=False)
+    check_config(config.model_copy(update={"evaluation": EvaluationConfig(num_samples=2)}), trains=False)
     config = RunConfig(**base, engine={"type": "openai", "url": "http://e/v1"}, sampling={"top_k": 4})
     with pytest.raises(ConfigError, match=r"sampling\.top_k = 4 has no effect"):
         check_config(config, trains=False)

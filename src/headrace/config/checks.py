@@ -53,12 +53,13 @@ def check_config(
     """Refuse options without effect and contradictions.
 
     Checks that need to know the engine or the algorithm are left out where these are None. ``trains``: False where
-    the configuration is evaluated only.
+    the configuration is evaluated only, whether or not its training would be.
 
     Raises:
         ConfigError: one sentence for each problem, naming the dotted key, its value and what to do.
     """
-    problems = [*model_problems(config.model), *(problem for check in _CHECKS for problem in check(config))]
+    checks = _CHECKS if trains else [check for check in _CHECKS if check not in (_evaluation, _gold)]
+    problems = [*model_problems(config.model), *(problem for check in checks for problem in check(config))]
     if trains and isinstance(config.engine, OpenAiEngineConfig):
         problems.append(NO_TRAINING)
     if algorithm is None or algorithm.ratio_is_one:

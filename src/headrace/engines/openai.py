@@ -62,8 +62,8 @@ class OpenAiEngine:
                 )
             except HttpError as error:
                 kind = RequestError if error.status in (400, 404, 413, 422) else EngineError
-                raise kind(f"request {request.id}: {error}") from error
-        return _reply(answer, request.id)
+                raise kind(str(error)) from error
+        return _reply(answer)
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:
         sampling = request.sampling
@@ -132,23 +132,22 @@ def check_before_work(make_engine: Callable[[], OpenAiEngine]) -> None:
         pool.submit(asyncio.run, check()).result()
 
 
-def _reply(answer: Any, request_id: str) -> ChatReply:
-    """The first choice's text. An answer without one is an error, never an empty reply."""
+def _reply(answer: Any) -> ChatReply:
+    """The first choice's text. An answer without one is an error, never an empty reply. No message names the request:
+    an evaluation counts equal ones."""
     try:
         choice = answer["choices"][0]
         message = choice["message"]
         content, reason = message.get("content"), choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise EngineError(
-            f"request {request_id}: the answer has not the form of a chat completion: {str(answer)[:200]!r}"
-        ) from error
+        raise EngineError(f"the answer has not the form of a chat completion: {str(answer)[:200]!r}") from error
     if reason == "content_filter":
-        raise EngineError(f"request {request_id}: the server withheld the reply (finish_reason content_filter)")
+        raise EngineError("the server withheld the reply (finish_reason content_filter)")
     finish_reason = _REASONS.get(str(reason))
     if finish_reason is None:
-        raise EngineError(f"request {request_id}: the server ended the reply for a reason not known here: {reason!r}")
+        raise EngineError(f"the server ended the reply for a reason not known here: {reason!r}")
     if content is None and finish_reason != "length":  # a reasoning model may use its whole length before it answers
-        raise EngineError(f"request {request_id}: the server returned no text: {str(message)[:200]}")
+        raise EngineError(f"the server returned no text: {str(message)[:200]}")
     if not isinstance(content, str | None):
-        raise EngineError(f"request {request_id}: the reply is no text but {type(content).__name__}")
+        raise EngineError(f"the reply is no text but {type(content).__name__}")
     return ChatReply(text=content or "", finish_reason=finish_reason)
