@@ -13,7 +13,7 @@ BENCH_DONE := $(BENCH_VENV)/.setup-done
 VLLM_DONE := $(VLLM_VENV)/.setup-done
 TORCH := $(shell grep '^torch==' constraints.txt)
 # What the tests and the quickstart use. The other extras (wandb, mlflow, ray) are larger than the rest together.
-EXTRAS := environments,tensorboard,trackio,prometheus
+EXTRAS := environments,http,tensorboard,trackio,prometheus
 MODEL_PATH := $(BIN)/python -c "from headrace.model.paths import resolve_model_path as r; print(r('smollm2-135m'))"
 FAST_TESTS := tests/unit tests/parity tests/fault tests/learning
 # One thread per process: tests start processes of their own, and more threads than cores slow all of them down.
@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-bench setup-vllm quickstart test test-integration test-full mutation bench clean \
+.PHONY: help setup setup-bench setup-vllm sglang-wheel quickstart test test-integration test-full mutation bench clean \
     check check-lint check-format check-types check-rooms
 
 help:  ## This list
@@ -58,6 +58,10 @@ $(VLLM_DONE): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install -qq --group vllm
 	$(VLLM_VENV)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
 	@touch $@
+
+sglang-wheel: setup  ## Fetch the SGLang wheel that its contract was read out of (39 MB; nothing of it is installed)
+	$(BIN)/python -m pip download -qq --no-deps --only-binary :all: -d build/wheels \
+	    --python-version 3.11 --platform manylinux_2_34_x86_64 sglang==0.5.23
 
 quickstart: setup  ## Train SmolLM2-135M on one-digit multiplication; before and after on held-out problems
 	$(BIN)/headrace model fetch smollm2-135m

@@ -9,22 +9,32 @@ import copy
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
 
-from headrace.checked import Checked, Policy, check_before_work, load_critic, load_policy
-from headrace.config.engines import VllmEngineConfig
+from headrace.checked import (
+    Checked,
+    Policy,
+    check_before_work,
+    expected_server,
+    load_critic,
+    load_policy,
+    sglang_calls,
+)
+from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import resolved
 from headrace.config.prompts import check_prompts
+from headrace.config.remote_checks import NO_TRAINING
 from headrace.config.schema import RunConfig
 from headrace.config.vllm_python import find_python
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.embedded import TransformersEngine
+from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.vllm.client import VllmEngine
 from headrace.environments.registry import make_environment
 from headrace.environments.runner import EpisodeRunner
@@ -38,7 +48,7 @@ from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
 from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
-from headrace.protocols import Clock, Engine, Reward, WeightUpdate
+from headrace.protocols import ChatEngine, Clock, Engine, Reward, WeightUpdate
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.ledger_store import LedgerStore
@@ -55,21 +65,24 @@ from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
-from headrace.weights.canary import Canary
+from headrace.weights.canary import NUM_PROBE_TOKENS, Canary
 from headrace.weights.checksums import checksum, checksums, named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
+from headrace.weights.model_folder import ModelFolders
 from headrace.weights.shared_memory import SharedMemorySender
 from headrace.weights.streamed import StreamedWeights
 
-NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40}
-"""By engine. vLLM's prefix cache finds whole blocks of 32 tokens, so a shorter prompt would never be found in it."""
+NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40, "sglang": 72}
+"""By engine. Prefix caches find whole blocks of tokens (vLLM's of 32, SGLang's of 64 at most), so a shorter prompt
+would never be found in them."""
 
 
 def num_threads(config: RunConfig) -> tuple[int, int]:
-    """(engine, trainer): all cores each where they take turns, half each where they run at the same time; divided by
-    the processes of the run."""
+    """(engine, trainer): all cores each where they take turns or the engine has its own machine, half each where they
+    run at the same time; divided by the processes of the run."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shares = config.parallel.world_size if config.rollout.max_staleness == 0 else 2 * config.parallel.world_size
+    takes_turns = config.rollout.max_staleness == 0 or isinstance(config.engine, SglangEngineConfig)  # elsewhere
+    shares = config.parallel.world_size if takes_turns else 2 * config.parallel.world_size
     default = max(1, num_cores // shares)
     return config.engine.num_threads or default, config.trainer.num_threads or default
 
@@ -80,12 +93,16 @@ def build_engine(
     version: PolicyVersion,
     carrier: StreamedWeights | None = None,
     log_path: Path | None = None,
-) -> TransformersEngine | VllmEngine:
+) -> TransformersEngine | VllmEngine | SglangEngine:
     """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes;
     ``log_path``: for what an engine in another process prints."""
     engine_threads, _ = num_threads(config)
     if isinstance(config.engine, VllmEngineConfig):
         return _build_vllm(config, config.engine, policy, version, carrier, log_path)
+    if isinstance(config.engine, SglangEngineConfig):
+        return _build_sglang(config, config.engine, policy, version, carrier)
+    if not isinstance(config.engine, TransformersEngineConfig):
+        raise ConfigError(NO_TRAINING)
     make_carrier = SharedWeights if config.engine.shares_weights else CopiedWeights
     return TransformersEngine(
         carrier or make_carrier(policy.loaded.model, version),
@@ -123,19 +140,42 @@ def _build_vllm(
     )
 
 
+def _build_sglang(
+    config: RunConfig,
+    engine: SglangEngineConfig,
+    policy: Policy,
+    version: PolicyVersion,
+    carrier: StreamedWeights | None,
+) -> SglangEngine:
+    """A client of the server; its weights start from the trainer's, as for vLLM."""
+    model = carrier.model if carrier is not None else policy.loaded.model
+    folder = Path(resolve_model_path(config.model.path)).expanduser()
+    expected = replace(expected_server(config), max_context=engine.max_context or policy.loaded.max_context)
+    return SglangEngine(
+        engine,
+        sglang_calls(engine),
+        ModelFolders((engine.weights_path or config.run_dir / "weights").expanduser(), folder),
+        WeightUpdate(version=version, tensors=named_parameters(model)),
+        expected=expected,
+        vocab_size=policy.loaded.vocab_size,
+        decode=policy.renderer.decode,
+        make_update_error=WeightUpdateError,
+    )
+
+
 def build_player(
     config: RunConfig,
-    engine: Engine,
-    policy: Policy,
+    engine: Engine | ChatEngine,
+    policy: Policy | None,
     reward: Reward,
     watchdog: Watchdog,
     clock: Clock,
     gold: Reward | None = None,
 ) -> Player:
-    """Plays episodes as the configuration says."""
+    """Plays episodes as the configuration says. ``policy``: None with an engine of text."""
     runner = EpisodeRunner(
         engine=engine,
-        renderer=policy.renderer,
+        renderer=None if policy is None else policy.renderer,
         make_environment=make_environment,
         watchdog=watchdog,
         clock=clock,
@@ -366,7 +406,9 @@ def _connect(
 
 def _canary_prompt(checked: Checked, policy: Policy) -> Sequence[int]:
     """The first task's prompt, repeated or cut to the length that the engine's cache needs."""
-    num_tokens = NUM_CANARY_PROMPT_TOKENS[checked.config.engine.type]
+    engine = checked.config.engine
+    room = (engine.max_context or policy.loaded.max_context) - NUM_PROBE_TOKENS
+    num_tokens = min(NUM_CANARY_PROMPT_TOKENS[engine.type], room)
     prompt = policy.renderer.render(checked.splits.train[0].messages)
     return (prompt * num_tokens)[:num_tokens]
 

@@ -45,8 +45,13 @@ def test_a_recorded_run_comes_back_with_its_engine(tmp_path: Path) -> None:
     [
         ('[engine]\ntype = "vllm"\nweights = "copy"', "engine.weights is not a known key"),
         ("[engine]\nmax_batchsize = 3", "engine.max_batchsize is not a known key; did you mean engine.max_batch_size?"),
-        ('[engine]\ntype = "vlm"', "must be one of transformers, vllm; did you mean 'vllm'?"),
+        ('[engine]\ntype = "vlm"', "must be one of transformers, vllm, sglang, openai; did you mean 'vllm'?"),
         ('[engine]\ntype = "vllm"\nmax_batch_size = 0', "engine.max_batch_size = 0"),
+        ('[engine]\ntype = "sglang"', "engine.url"),
+        ('[engine]\ntype = "sglang"\nurl = "10.0.0.7:30000"', "engine.url"),
+        ('[engine]\ntype = "openai"\nurl = "https://me:secret@example.org/v1"', "engine.url"),
+        ('[engine]\ntype = "openai"\nurl = "https://e/v1"\napi_key = "sk-1"', "engine.api_key is not a known key"),
+        ('[engine]\ntype = "openai"\nurl = "https://e/v1"\napi_key_variable = "sk-1"', "engine.api_key_variable"),
         ("max_batch_size = 3", "did you mean engine.max_batch_size?"),
     ],
 )
@@ -75,6 +80,31 @@ def test_what_vllm_cannot_do_is_refused(sections: dict[str, Any], message: str) 
     """I20: no silent fallback."""
     with pytest.raises(ConfigError, match=message):
         check_config(config(**sections))
+
+
+SGLANG = {"type": "sglang", "url": "http://10.0.0.7:30000"}
+ASYNC = {"max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"path": "m", "lora": {}}}, "adapters do not travel to SGLang yet"),
+        ({"sampling": {"top_p": 0.9, "top_k": 5}}, "SGLang measures top-p over all ids"),
+        ({"engine": {**SGLANG, "kv_policy": "keep"}, "rollout": ASYNC}, "has no effect: guards.canary_every is 1"),
+        ({"engine": {**SGLANG, "kv_policy": "recompute"}}, "engine.kv_policy has no effect"),
+    ],
+)
+def test_what_sglang_cannot_do_is_refused(sections: dict[str, Any], message: str) -> None:
+    """I20: no silent fallback."""
+    with pytest.raises(ConfigError, match=message):
+        check_config(config(**{"engine": SGLANG, **sections}))
+
+
+def test_what_sglang_can_do_is_accepted() -> None:
+    check_config(config(engine=SGLANG, sampling={"top_k": 100}))
+    check_config(config(engine=SGLANG, sampling={"top_p": 0.9}, rollout=ASYNC))
+    check_config(config(engine={**SGLANG, "kv_policy": "keep"}, rollout=ASYNC, guards={"canary_every": 4}))
 
 
 def test_what_vllm_can_do_is_accepted() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.config.critic import CriticConfig
 from headrace.config.dump import dump_toml
-from headrace.config.engines import VllmEngineConfig
+from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import resolved
 from headrace.config.schema import GoldConfig, RunConfig
 from headrace.config.vllm_python import find_python
@@ -100,10 +100,16 @@ def _critic(critic: CriticConfig) -> str:
 
 
 def _engine(config: RunConfig) -> str:
-    if not isinstance(config.engine, VllmEngineConfig):
-        return f"{config.engine.type}, in the trainer's process, {config.engine.weights} weights"
+    engine = config.engine
+    if isinstance(engine, TransformersEngineConfig):
+        return f"{engine.type}, in the trainer's process, {engine.weights} weights"
+    if isinstance(engine, SglangEngineConfig):
+        folder = engine.weights_path or config.run_dir / "weights"
+        return f"sglang, the server at {engine.url} (not asked now); weights travel through the folder {folder}"
+    if not isinstance(engine, VllmEngineConfig):
+        return f"{engine.type}, the server at {engine.url}: for headrace eval only"
     try:
-        python = find_python(config.engine.python)
+        python = find_python(engine.python)
     except HeadraceError as error:
         return f"MISSING: {error}"
     return f"vllm, a server in a process of its own ({python}); weights travel through shared memory"

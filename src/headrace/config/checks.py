@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from headrace.config.base import Section
 from headrace.config.critic import SharedCriticConfig
-from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
+from headrace.config.engines import OpenAiEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import config_error
+from headrace.config.remote_checks import NO_TRAINING, remote_engine_problems
 from headrace.config.schema import (
     ArithmeticTasks,
     DistillationConfig,
@@ -47,15 +48,20 @@ def check_config(
     *,
     engine_capabilities: EngineCapabilities | None = None,
     algorithm: AlgorithmTraits | None = None,
+    trains: bool = True,
 ) -> None:
     """Refuse options without effect and contradictions.
 
-    Checks that need to know the engine or the algorithm are left out where these are None.
+    Checks that need to know the engine or the algorithm are left out where these are None. ``trains``: False where
+    the configuration is evaluated only, whether or not its training would be.
 
     Raises:
         ConfigError: one sentence for each problem, naming the dotted key, its value and what to do.
     """
-    problems = [*model_problems(config.model), *(problem for check in _CHECKS for problem in check(config))]
+    checks = _CHECKS if trains else [check for check in _CHECKS if check not in (_evaluation, _gold)]
+    problems = [*model_problems(config.model), *(problem for check in checks for problem in check(config))]
+    if trains and isinstance(config.engine, OpenAiEngineConfig):
+        problems.append(NO_TRAINING)
     if algorithm is None or algorithm.ratio_is_one:
         problems += _one_step(config)
     if algorithm is not None:
@@ -417,6 +423,7 @@ _CHECKS = (
     _groups,
     _sampling,
     _vllm,
+    remote_engine_problems,
     _tasks,
     _training,
     _routers,
