@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +24,18 @@ def environments() -> EnvironmentActor:
     return EnvironmentActor(make_environment)
 
 
-def rewards(rewards: Sequence[Mapping[str, Any]], gold: Sequence[Mapping[str, Any]] | None = None) -> RewardActor:
-    """A reward worker: the run's rewards and its gold standard, from their sections. Imports no torch."""
+def rewards(config: Mapping[str, Any]) -> RewardActor:
+    """A reward worker: the run's rewards and its gold standard. Imports no torch."""
     from headrace.cluster.rewards import RewardActor
-    from headrace.config.schema import RewardConfig
+    from headrace.config.load import restore_config
     from headrace.rewards.build import build_rewards
     from headrace.rewards.composite import with_gold
 
-    reward = build_rewards([RewardConfig(**section) for section in rewards])
-    if gold is None:
+    run = restore_config(dict(config), "the controller")
+    reward = build_rewards(run.rewards)
+    if run.gold is None:
         return RewardActor(reward)
-    judges = build_rewards([RewardConfig(**section) for section in gold], where="gold.rewards")
-    return RewardActor(reward, with_gold(reward, judges))
+    return RewardActor(reward, with_gold(reward, build_rewards(run.gold.rewards, where="gold.rewards")))
 
 
 def engine(config: Mapping[str, Any], inherited_fd: int | None = None) -> EngineActor:
@@ -51,7 +51,7 @@ def engine(config: Mapping[str, Any], inherited_fd: int | None = None) -> Engine
     run = restore_config(dict(config), "the controller")
     policy = load_policy(run)
     receive = receive_from_ray if inherited_fd is None else SharedMemoryInbox(inherited_fd).receive
-    return EngineActor(build_engine(run, policy, PolicyVersion(0, 0)), receive)
+    return EngineActor(engine=build_engine(run, policy, PolicyVersion(0, 0)), receive_weights=receive)
 
 
 class TrainerRank:
@@ -111,7 +111,5 @@ def controller(config: Mapping[str, Any]) -> Controller:
     return Controller(config)
 
 
-def trainer_rank(
-    config: Mapping[str, Any], rank: int, address: str, environment: Mapping[str, str]
-) -> TrainerRank:
+def trainer_rank(config: Mapping[str, Any], rank: int, address: str, environment: Mapping[str, str]) -> TrainerRank:
     return TrainerRank(config, rank, address, environment)

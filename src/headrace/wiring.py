@@ -8,13 +8,16 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
 
 from headrace.checked import Checked, Policy, check_before_work, load_critic, load_policy
+from headrace.cluster.ray_followers import RayFollowers
+from headrace.cluster.workers import Workers
 from headrace.config.engines import VllmEngineConfig
 from headrace.config.load import resolved
 from headrace.config.prompts import check_prompts
@@ -37,7 +40,7 @@ from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
 from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
-from headrace.protocols import Clock, Engine, Reward, WeightUpdate
+from headrace.protocols import Clock, Engine, Environment, Reward, WeightUpdate
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.ledger_store import LedgerStore
@@ -47,12 +50,12 @@ from headrace.record.run_dir import RunDirectory, collect_run_info
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.supervised import SupervisedStream
-from headrace.trainer.crew import Followers, LeadingTrainer, join_run
+from headrace.trainer.crew import Crew, Followers, LeadingTrainer, join_run
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
-from headrace.types import PolicyVersion, Sample, Sampling
+from headrace.types import PolicyVersion, Sample, Sampling, Task
 from headrace.weights.canary import Canary
 from headrace.weights.checksums import checksum, checksums, named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
@@ -129,12 +132,13 @@ def build_player(
     watchdog: Watchdog,
     clock: Clock,
     gold: Reward | None = None,
+    environments: Callable[[Task], Environment] = make_environment,
 ) -> Player:
     """Plays episodes as the configuration says."""
     runner = EpisodeRunner(
         engine=engine,
         renderer=policy.renderer,
-        make_environment=make_environment,
+        make_environment=environments,
         watchdog=watchdog,
         clock=clock,
         run_seed=config.seed,
@@ -161,12 +165,17 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
     limit = policy.loaded.max_context
     supervised = SupervisedStream.build(checked.conversations, config, policy.renderer, limit)
-    trainer, carrier = _build_trainer(checked, policy)
+    workers = Workers.of(config)
+    trainer, carrier = _build_trainer(checked, policy, workers)
     try:
         run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
         try:
             record, checkpoint = _open_record(checked, trainer, run_dir, clock)
-            return _connect(checked, policy, trainer, carrier, supervised, record, checkpoint, clock)
+            if workers is not None:
+                workers.journal.open(run_dir.path)
+                reward, gold = workers.rewards(checked.reward, checked.gold)
+                checked = replace(checked, reward=reward, gold=gold)
+            return _connect(checked, policy, trainer, carrier, supervised, workers, record, checkpoint, clock)
         except BaseException:
             run_dir.close()
             raise
@@ -181,7 +190,7 @@ def _on_over_optimisation(config: RunConfig) -> Literal["warn", "stop"]:
 
 
 def _build_trainer(
-    checked: Checked, policy: Policy
+    checked: Checked, policy: Policy, workers: Workers | None
 ) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights]:
     """The trainer; with several processes also the engine's weights, copied before the model is split."""
     config = checked.config
@@ -190,7 +199,11 @@ def _build_trainer(
         return PolicyTrainer(policy.loaded, config.trainer, critic=critic, **_trainer_options(checked)), None
     Routers.of(policy.loaded.model, config.trainer)  # refuses what this model cannot have, before any process starts
     carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
-    followers = Followers(config)
+    followers: Crew
+    if workers is not None and workers.ray_carrier is not None:
+        followers = RayFollowers(workers.ray_carrier, workers.journal, resolved(config), config.parallel.world_size)
+    else:
+        followers = Followers(config)
     try:
         with followers.explained():
             verbs = join_run(config, 0, followers.address)
@@ -285,6 +298,7 @@ def _connect(
     trainer: PolicyTrainer | LeadingTrainer,
     carrier: StreamedWeights | None,
     supervised: SupervisedStream | None,
+    workers: Workers | None,
     record: Record,
     checkpoint: Checkpoint | None,
     clock: Clock,
@@ -317,13 +331,18 @@ def _connect(
     if checkpoint is not None:
         reporter.remember(record.run_dir.path, trainer.version.number)
     held_out = checked.splits.held_out
+    environments: Callable[[Task], Environment] = make_environment
+    if workers is not None:
+        environments = workers.environments(make_environment)
+        workers.told(progress.note)
     return Parts(
         config=config,
         clock=clock,
         tasks=checked.splits.train,
         held_out=[held_out[i] for i in range(len(held_out))],
         engine=engine,
-        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
+        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold, environments),
+        workers=workers,
         reward=checked.gold or checked.reward,
         gold_check=None if checked.gold is None else _gold_check(record.run_dir.path, trainer.version.number),
         supervised=supervised,

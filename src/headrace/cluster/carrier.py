@@ -1,4 +1,4 @@
-"""Where actors run: in this process, as child processes of it, or on Ray. One interface, so that nothing else differs."""
+"""Where actors run: in this process, as child processes of it, or on Ray. One interface: nothing else differs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from headrace.cluster.actors import ActorDied, ActorHandle, InProcessHandle
+from headrace.cluster.actors import ActorHandle, InProcessHandle
 from headrace.cluster.journal import ActorJournal
-from headrace.cluster.spec import ActorSpec, Role, load_factory
+from headrace.cluster.spec import ActorNotMade, ActorSpec, Role, load_factory
 from headrace.cluster.subprocess_actor import SubprocessActor
 
 
@@ -18,7 +18,8 @@ class Carrier(Protocol):
     """Starts actors. What it starts is ended by its handle's ``close``; :meth:`close` ends what else it holds."""
 
     async def start(self, spec: ActorSpec) -> ActorHandle:
-        """An actor whose object is made. Raises ActorDied where it does not come up in time, or cannot be placed."""
+        """An actor whose object is made. Raises ActorDied where it does not come up in time, or cannot be placed,
+        ActorNotMade where its factory raised."""
         ...
 
     async def close(self) -> None: ...
@@ -36,7 +37,7 @@ class InProcessCarrier:
             if asyncio.iscoroutine(target):
                 target = await target
         except Exception as error:
-            raise ActorDied(f"actor {spec.name} could not be made: {type(error).__name__}: {error}") from error
+            raise ActorNotMade(spec, f"{type(error).__name__}: {error}") from error
         self._journal.started(spec, pid=os.getpid(), node="local")
         return InProcessHandle(spec.name, target)
 

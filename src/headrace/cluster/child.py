@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import os
-import signal
 import socket
 import sys
 import traceback
 from typing import Any
 
+from headrace.child_process import die_with_parent
 from headrace.cluster.actors import ActorHost
 from headrace.cluster.frames import frame, read_frame
 from headrace.cluster.spec import load_factory
 from headrace.cluster.wire import WireError, decode, encode
 
 EXIT_FAILED = 4
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
@@ -32,16 +30,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--inherit", type=int, help="a descriptor that the factory gets as 'inherited_fd'")
     parser.add_argument("--parent", type=int, required=True)
     parsed = parser.parse_args(arguments)
-    _die_with(parsed.parent)
+    die_with_parent(parsed.parent)  # the socket's end is noticed between two calls only
     return asyncio.run(_serve(socket.socket(fileno=parsed.socket), parsed.inherit))
-
-
-def _die_with(parent_pid: int) -> None:
-    """The socket's end is noticed between two calls only; on Linux the kernel ends what computes, too."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent_pid:  # it died before the call
-            os._exit(EXIT_FAILED)
 
 
 async def _serve(connection: socket.socket, inherited_fd: int | None) -> int:

@@ -20,9 +20,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from headrace.cluster.actors import ActorDied, ActorHandle
+from headrace.cluster.spec import ActorNotMade
 
 Start = Callable[[int, int], Awaitable[ActorHandle]]
-"""(index, incarnation) -> an actor that is ready. Raises ActorDied where it does not come up."""
+"""(index, incarnation) -> an actor that is ready. Raises ActorDied or ActorNotMade where it does not come up."""
 Note = Callable[[str], None]
 
 MAX_BACKOFF_S = 30.0
@@ -66,11 +67,16 @@ class ActorPool:
         self._max_restarts, self._backoff_s, self._note = max_restarts, backoff_s, note
         self._places = [_Place(index=index) for index in range(num_actors)]
         self._changed = asyncio.Condition()
+        self._is_started = False
         self._is_closed = False
         self.num_deaths = 0
 
     async def start(self) -> None:
-        """Start every place. Raises the first failure once all have ended: nothing is left half started."""
+        """Start every place. Raises the first failure once all have ended: nothing is left half started. A second call
+        does nothing."""
+        if self._is_started:
+            return
+        self._is_started = True
         results = await asyncio.gather(*(self._bring_up(place) for place in self._places), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -159,7 +165,7 @@ class ActorPool:
             try:
                 await self._bring_up(place)
                 return
-            except ActorDied as error:
+            except (ActorDied, ActorNotMade) as error:
                 why = str(error)
 
     async def _tell(self) -> None:

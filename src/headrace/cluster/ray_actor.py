@@ -23,7 +23,7 @@ from typing import Any
 from headrace.cluster.actors import PING, ActorDied, ActorHandle, RemoteError, public_method
 from headrace.cluster.journal import ActorJournal
 from headrace.cluster.layout import Bundle, describe
-from headrace.cluster.spec import ActorSpec, load_factory
+from headrace.cluster.spec import ActorNotMade, ActorSpec, load_factory
 from headrace.errors import ConfigError
 
 HEAD_DEADLINE_S = 30.0
@@ -84,8 +84,12 @@ class HostedActor:
     def __init__(self) -> None:
         self._target: Any = None
 
-    async def make(self, factory: str, options: Mapping[str, Any], num_threads: int) -> tuple[str, Any]:
+    async def make(
+        self, factory: str, options: Mapping[str, Any], num_threads: int, working_folder: str
+    ) -> tuple[str, Any]:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        if os.path.isdir(working_folder):  # paths in a configuration are relative to where it was started
+            os.chdir(working_folder)
         try:
             target = load_factory(factory)(**options)
             self._target = await target if asyncio.iscoroutine(target) else target
@@ -105,6 +109,27 @@ class HostedActor:
             return "error", (type(error).__name__, str(error))
 
 
+def hosted(ray: Any, demand: Mapping[str, float], strategy: Any) -> Any:
+    """A :class:`HostedActor` on Ray, without restarts of Ray's own."""
+    return (
+        ray.remote(HostedActor)
+        .options(
+            scheduling_strategy=strategy,
+            num_cpus=demand.get("CPU", 0.0),
+            num_gpus=demand.get("GPU", 0.0),
+            resources={name: amount for name, amount in demand.items() if name not in ("CPU", "GPU")},
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        .remote()
+    )
+
+
+def make(actor: Any, spec: ActorSpec) -> Any:
+    """Ray's reference to the answer of :meth:`HostedActor.make`."""
+    return actor.make.remote(spec.factory, dict(spec.options), spec.num_threads, os.getcwd())
+
+
 class RayActor:
     """``ActorHandle`` over a Ray actor."""
 
@@ -115,9 +140,14 @@ class RayActor:
     async def call(self, method: str, *args: Any) -> Any:
         if self._death is not None:
             raise ActorDied(self._death)
-        return await self.answered(self._actor.invoke.remote(method, *args))
+        return await self._answered(self._actor.invoke.remote(method, *args))
 
-    async def answered(self, reference: Any) -> Any:
+    async def made(self) -> tuple[int, str]:
+        """Let it make its object; returns (process id, node)."""
+        pid, node = await self._answered(make(self._actor, self._spec))
+        return pid, node
+
+    async def _answered(self, reference: Any) -> Any:
         """What a reference comes to. A caller that gives up cancels the call."""
         exceptions = self._ray.exceptions
         try:
@@ -151,56 +181,48 @@ class RayCarrier:
     """Starts actors in the bundles of one placement group."""
 
     def __init__(self, ray: Any, journal: ActorJournal, bundles: Sequence[Bundle], *, start_deadline_s: float) -> None:
-        self._ray, self._journal, self._bundles = ray, journal, tuple(bundles)
-        self._start_deadline_s = start_deadline_s
+        self.ray, self._journal, self._bundles = ray, journal, tuple(bundles)
+        self.start_deadline_s = start_deadline_s
         self._group: Any = None
         self._place_of = {actor: index for index, bundle in enumerate(bundles) for actor in bundle.actors}
 
-    async def reserve(self, strategy: str) -> None:
-        """Every actor's resources. Raises ConfigError naming what the cluster lacks."""
+    def reserve(self, strategy: str) -> None:
+        """Every actor's resources. Blocks until they are there; raises ConfigError naming what the cluster lacks."""
         from ray.util.placement_group import placement_group
 
         group = placement_group([dict(bundle.resources) for bundle in self._bundles], strategy=strategy)
         self._group = group
-        try:
-            async with asyncio.timeout(self._start_deadline_s):
-                await group.ready()
-        except TimeoutError:
-            total = self._ray.cluster_resources()
+        if not group.wait(timeout_seconds=self.start_deadline_s):
+            total = self.ray.cluster_resources()
             raise ConfigError(
-                f"the cluster did not have room for the run within {self._start_deadline_s:g} s: it needs "
+                f"the cluster did not have room for the run within {self.start_deadline_s:g} s: it needs "
                 f"{describe(self._bundles)}, strategy {strategy}; its nodes have "
                 f"{', '.join(f'{name} {total.get(name, 0):g}' for name in ('CPU', 'GPU'))} in all. Add nodes, or lower "
                 "the resources in [cluster]"
-            ) from None
+            )
 
-    async def start(self, spec: ActorSpec) -> ActorHandle:
+    def place(self, spec: ActorSpec) -> Any:
+        """Ray's actor in its bundle; it may still be on its way there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         index = self._place_of[(spec.role, spec.index)]
-        demand = self._bundles[index].demand_of(spec.role)
-        remote = self._ray.remote(HostedActor).options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
-            num_cpus=demand.get("CPU", 0.0),
-            num_gpus=demand.get("GPU", 0.0),
-            resources={name: amount for name, amount in demand.items() if name not in ("CPU", "GPU")},
-            max_restarts=0,
-            max_task_retries=0,
-        )
-        actor = RayActor(self._ray, spec, remote.remote())
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        return hosted(self.ray, self._bundles[index].demand_of(spec.role), strategy)
+
+    async def start(self, spec: ActorSpec) -> ActorHandle:
+        actor = RayActor(self.ray, spec, self.place(spec))
         try:
-            async with asyncio.timeout(self._start_deadline_s):
-                made = actor._actor.make.remote(spec.factory, dict(spec.options), spec.num_threads)
-                pid, node = await actor.answered(made)
+            async with asyncio.timeout(self.start_deadline_s):
+                pid, node = await actor.made()
         except TimeoutError:
             await actor.close()
             raise ActorDied(
-                f"actor {spec.name} was not there after {self._start_deadline_s:g} s: no node had room for it, or it "
+                f"actor {spec.name} was not there after {self.start_deadline_s:g} s: no node had room for it, or it "
                 "takes longer to start; see `ray status`, or raise cluster.start_deadline_s"
             ) from None
         except RemoteError as error:
             await actor.close()
-            raise ActorDied(f"actor {spec.name} could not be made: {error}") from error
+            raise ActorNotMade(spec, str(error)) from error
         except BaseException:
             await actor.close()
             raise

@@ -63,9 +63,7 @@ class RemoteReward:
         await self._pool.start()
 
     async def score(self, episode: Episode) -> ScoreResult:
-        result: ScoreResult = await self._asked(
-            "score", replace(episode, trace=episode.trace.without_routing())
-        )
+        result: ScoreResult = await self._asked("score", replace(episode, trace=episode.trace.without_routing()))
         return result
 
     async def score_group(self, group: Group) -> list[ScoreResult]:

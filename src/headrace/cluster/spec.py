@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headrace.errors import HeadraceError
+
 Role = Literal["engine", "environment", "reward", "trainer", "controller"]
 
 
@@ -33,6 +35,13 @@ class ActorSpec:
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}" + (f".{self.incarnation}" if self.incarnation else "")
+
+
+class ActorNotMade(HeadraceError):
+    """The actor's process is well, and its factory raised: another start would most likely end the same way."""
+
+    def __init__(self, spec: ActorSpec, why: str) -> None:
+        super().__init__(f"actor {spec.name} could not be made: {why}")
 
 
 def load_factory(reference: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from typing import Any
 from headrace.child_process import child_environment, how_it_ended
 from headrace.cluster.actors import ActorDied, MessageHandle
 from headrace.cluster.frames import frame, read_frame
-from headrace.cluster.spec import ActorSpec
+from headrace.cluster.spec import ActorNotMade, ActorSpec
 from headrace.cluster.wire import WireError, decode, encode
 
 END_DEADLINE_S = 5.0
@@ -49,7 +49,8 @@ class SubprocessActor:
 
         ``log``: gets what it prints. ``inherited_fd``: an open descriptor that its factory gets under this name.
 
-        Raises ActorDied where it ends, fails or is not ready within ``deadline_s``; nothing is left running.
+        Raises ActorNotMade where its factory fails, ActorDied where it ends or is not ready within ``deadline_s``;
+        nothing is left running.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -113,7 +114,7 @@ class SubprocessActor:
             raise ActorDied(await self._death())
         answer: Mapping[str, Any] = decode(body)
         if "failed" in answer:
-            raise ActorDied(f"actor {spec.name} could not be made: {answer['failed']} (log: {self._log})")
+            raise ActorNotMade(spec, f"{answer['failed']} (log: {self._log})")
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name=f"actor {spec.name}")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:

@@ -37,7 +37,7 @@ class _Workers(_Cluster):
     """Processes that hold the rewards, each with as many verifiers as a reward's ``num_workers``; 0: the
     controller's own."""
     max_restarts: int = Field(3, ge=0)
-    """Of each environment and reward worker; work that went well gives them back. Engines have ``fleet.max_restarts``."""
+    """Of each environment and reward worker; work that went well gives them back. Engines: ``fleet.max_restarts``."""
     start_deadline_s: float = Field(180.0, gt=0)
     """For an actor to be placed and to have made what it holds."""
     worker_deadline_s: float = Field(60.0, gt=0)
