@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -24,6 +24,8 @@ from headrace.checked import (
     load_policy,
     sglang_calls,
 )
+from headrace.cluster.ray_followers import RayFollowers
+from headrace.cluster.workers import Workers
 from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import resolved
 from headrace.config.prompts import check_prompts
@@ -48,7 +50,7 @@ from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
 from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
-from headrace.protocols import ChatEngine, Clock, Engine, Reward, WeightUpdate
+from headrace.protocols import ChatEngine, Clock, Engine, Environment, Reward, WeightUpdate
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.ledger_store import LedgerStore
@@ -59,12 +61,12 @@ from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.supervised import SupervisedStream
 from headrace.teacher import Teacher
-from headrace.trainer.crew import Followers, LeadingTrainer, join_run
+from headrace.trainer.crew import Crew, Followers, LeadingTrainer, join_run
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
-from headrace.types import PolicyVersion, Sample, Sampling
+from headrace.types import PolicyVersion, Sample, Sampling, Task
 from headrace.weights.canary import NUM_PROBE_TOKENS, Canary
 from headrace.weights.checksums import checksum, checksums, named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
@@ -171,12 +173,13 @@ def build_player(
     watchdog: Watchdog,
     clock: Clock,
     gold: Reward | None = None,
+    environments: Callable[[Task], Environment] = make_environment,
 ) -> Player:
     """Plays episodes as the configuration says. ``policy``: None with an engine of text."""
     runner = EpisodeRunner(
         engine=engine,
         renderer=None if policy is None else policy.renderer,
-        make_environment=make_environment,
+        make_environment=environments,
         watchdog=watchdog,
         clock=clock,
         run_seed=config.seed,
@@ -203,13 +206,18 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
     limit = policy.loaded.max_context
     supervised = SupervisedStream.build(checked.conversations, config, policy.renderer, limit)
-    mixed = _Mixed(supervised=supervised, teacher=Teacher.load(config, policy.loaded))
-    trainer, carrier = _build_trainer(checked, policy)
+    workers = Workers.of(config)
+    beside = _Beside(supervised=supervised, teacher=Teacher.load(config, policy.loaded), workers=workers)
+    trainer, carrier = _build_trainer(checked, policy, workers)
     try:
         run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
         try:
             record, checkpoint = _open_record(checked, trainer, run_dir, clock)
-            return _connect(checked, policy, trainer, carrier, mixed, record, checkpoint, clock)
+            if workers is not None:
+                workers.journal.open(run_dir.path)
+                reward, gold = workers.rewards(checked.reward, checked.gold)
+                checked = replace(checked, reward=reward, gold=gold)
+            return _connect(checked, policy, trainer, carrier, beside, record, checkpoint, clock)
         except BaseException:
             run_dir.close()
             raise
@@ -224,7 +232,7 @@ def _on_over_optimisation(config: RunConfig) -> Literal["warn", "stop"]:
 
 
 def _build_trainer(
-    checked: Checked, policy: Policy
+    checked: Checked, policy: Policy, workers: Workers | None
 ) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights]:
     """The trainer; with several processes also the engine's weights, copied before the model is split."""
     config = checked.config
@@ -233,7 +241,11 @@ def _build_trainer(
         return PolicyTrainer(policy.loaded, config.trainer, critic=critic, **_trainer_options(checked)), None
     Routers.of(policy.loaded.model, config.trainer)  # refuses what this model cannot have, before any process starts
     carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
-    followers = Followers(config)
+    followers: Crew
+    if workers is not None and workers.ray_carrier is not None:
+        followers = RayFollowers(workers.ray_carrier, workers.journal, resolved(config), config.parallel.world_size)
+    else:
+        followers = Followers(config)
     try:
         with followers.explained():
             verbs = join_run(config, 0, followers.address)
@@ -262,11 +274,12 @@ def _trainer_options(checked: Checked) -> _TrainerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Mixed:
-    """What trains beside the rewards."""
+class _Beside:
+    """What a run has beside policy, engine and trainer."""
 
     supervised: SupervisedStream | None
     teacher: Teacher | None
+    workers: Workers | None
 
 
 class _TrainerOptions(TypedDict):
@@ -337,7 +350,7 @@ def _connect(
     policy: Policy,
     trainer: PolicyTrainer | LeadingTrainer,
     carrier: StreamedWeights | None,
-    mixed: _Mixed,
+    beside: _Beside,
     record: Record,
     checkpoint: Checkpoint | None,
     clock: Clock,
@@ -370,17 +383,22 @@ def _connect(
     if checkpoint is not None:
         reporter.remember(record.run_dir.path, trainer.version.number)
     held_out = checked.splits.held_out
+    environments: Callable[[Task], Environment] = make_environment
+    if beside.workers is not None:
+        environments = beside.workers.environments(make_environment)
+        beside.workers.told(progress.note)
     return Parts(
         config=config,
         clock=clock,
         tasks=checked.splits.train,
         held_out=[held_out[i] for i in range(len(held_out))],
         engine=engine,
-        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
+        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold, environments),
+        workers=beside.workers,
         reward=checked.gold or checked.reward,
         gold_check=None if checked.gold is None else _gold_check(record.run_dir.path, trainer.version.number),
-        supervised=mixed.supervised,
-        teacher=mixed.teacher,
+        supervised=beside.supervised,
+        teacher=beside.teacher,
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,

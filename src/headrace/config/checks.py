@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.config.base import Section
+from headrace.config.cluster_checks import cluster_problems
 from headrace.config.critic import SharedCriticConfig
 from headrace.config.engines import OpenAiEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import config_error
@@ -434,6 +435,7 @@ _CHECKS = (
     _gold,
     _monitor,
     _parallel,
+    cluster_problems,
 )
 
 

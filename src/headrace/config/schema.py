@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headrace.config.base import LoraConfig, OptimizerSection, Section
+from headrace.config.cluster import ClusterConfig, InProcessCluster
 from headrace.config.critic import CriticConfig
 from headrace.config.engines import EngineConfig, TransformersEngineConfig
 from headrace.config.teacher import TeacherConfig
@@ -445,6 +446,7 @@ class RunConfig(Section):
     critic: CriticConfig | None = None
     """For algorithms whose advantages need values (PPO with GAE); absent: no critic."""
     parallel: ParallelConfig = ParallelConfig()
+    cluster: ClusterConfig = InProcessCluster()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -13,7 +13,16 @@ from headrace.errors import ConfigError
 from headrace.record.redact import REDACTED
 from headrace.record.run_dir import read_run_info
 
-_MAY_CHANGE = ("trainer.num_batches", "evaluation.", "checkpoint.", "guards.", "waits.", "monitor.", "parallel.")
+_MAY_CHANGE = (
+    "trainer.num_batches",
+    "evaluation.",
+    "checkpoint.",
+    "guards.",
+    "waits.",
+    "monitor.",
+    "parallel.",
+    "cluster.",
+)
 """What a resumed run may do otherwise. Anything else would make it another run under the old one's name."""
 
 

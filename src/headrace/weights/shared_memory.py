@@ -132,6 +132,10 @@ class SharedMemoryReceiver:
         self._specs: Mapping[str, TensorSpec] = {}
 
     @property
+    def fd(self) -> int:
+        return self._fd
+
+    @property
     def version(self) -> PolicyVersion | None:
         """Of the last committed update; None before the first."""
         return self._version
