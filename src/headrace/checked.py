@@ -5,6 +5,7 @@ Nothing is written and no model is loaded before everything that can be known to
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,10 @@ class Policy:
     renderer: ChatRenderer
 
 
-def check_before_work(config: RunConfig, *, trains: bool = True) -> Checked:
-    """All that can be refused without loading a model. ``trains``: False for an evaluation. Raises ConfigError and its
-    kin, EngineError where a server that the configuration names is not what a run can build on."""
+def check_before_work(config: RunConfig, *, trains: bool = True, asks_servers: bool = True) -> Checked:
+    """All that can be refused without loading a model. ``trains``: False for an evaluation; ``asks_servers``: False in
+    processes beside the one that has asked. Raises ConfigError and its kin, EngineError where a server that the
+    configuration names is not what a run can build on."""
     algorithm = build_algorithm(
         config.algorithm,
         asynchronous=config.rollout.max_staleness > 0,
@@ -83,9 +85,10 @@ def check_before_work(config: RunConfig, *, trains: bool = True) -> Checked:
     )
     if isinstance(config.engine, VllmEngineConfig):
         find_python(config.engine.python)
-    if isinstance(config.engine, SglangEngineConfig):
-        engine = config.engine
-        check_sglang(lambda: sglang_calls(engine), expected_server(config), engine.start_deadline_s)
+    if isinstance(config.engine, SglangEngineConfig) and asks_servers:
+        engine, expected = config.engine, expected_server(config)
+        for url in engine.urls:
+            check_sglang(functools.partial(sglang_calls, engine, url), expected, engine.start_deadline_s)
     if isinstance(config.engine, OpenAiEngineConfig):
         served = config.engine, config.model.path
         check_openai(lambda: make_openai_engine(*served))
@@ -138,11 +141,11 @@ def check_before_work(config: RunConfig, *, trains: bool = True) -> Checked:
     )
 
 
-def sglang_calls(engine: SglangEngineConfig) -> SglangCalls:
-    """A client of the server that the configuration names. Raises ConfigError where its key is not there."""
+def sglang_calls(engine: SglangEngineConfig, url: str) -> SglangCalls:
+    """A client of one server that the configuration names. Raises ConfigError where its key is not there."""
     key = api_key(engine.api_key_variable)
     name, variable = "the SGLang server", engine.api_key_variable
-    return SglangCalls(HttpClient(engine.url, name=name, key=key, key_variable=variable, use_proxies=False))
+    return SglangCalls(HttpClient(url, name=name, key=key, key_variable=variable, use_proxies=False))
 
 
 def make_openai_engine(engine: OpenAiEngineConfig, model: str) -> OpenAiEngine:

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     config = restore_config(spec["config"], arguments[0])
     torch.set_num_threads(num_threads(config)[1])
     verbs = join_run(config, int(arguments[1]), spec["address"])
-    checked = check_before_work(config)
+    checked = check_before_work(config, asks_servers=False)
     trainer = build_parallel_trainer(checked, load_policy(config), ParallelMesh.create(config.parallel))
     follow(trainer, checked.algorithm, verbs)
 

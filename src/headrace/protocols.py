@@ -151,6 +151,11 @@ class ChatEngine(Protocol):
     """Text in, text out: somebody's server. What it sampled is not known by ids, nor with which probability, so an
     episode that it plays has no trace: it can be evaluated or judge others, and is never trained."""
 
+    @property
+    def version(self) -> PolicyVersion:
+        """Always the same: what the server has is not ours to number."""
+        ...
+
     async def chat(self, request: ChatRequest) -> ChatReply: ...
 
     async def close(self) -> None: ...

@@ -100,7 +100,7 @@ def build_engine(
     if isinstance(config.engine, VllmEngineConfig):
         return _build_vllm(config, config.engine, policy, version, carrier, log_path)
     if isinstance(config.engine, SglangEngineConfig):
-        return _build_sglang(config, config.engine, policy, version, carrier)
+        return _build_sglang(config, config.engine, policy, version, carrier, model_folders(config, config.engine))
     if not isinstance(config.engine, TransformersEngineConfig):
         raise ConfigError(NO_TRAINING)
     make_carrier = SharedWeights if config.engine.shares_weights else CopiedWeights
@@ -146,21 +146,29 @@ def _build_sglang(
     policy: Policy,
     version: PolicyVersion,
     carrier: StreamedWeights | None,
+    folders: ModelFolders,
+    index: int = 0,
 ) -> SglangEngine:
-    """A client of the server; its weights start from the trainer's, as for vLLM."""
+    """A client of the ``index``-th server; its weights start from the trainer's, as for vLLM. ``folders``: one for all
+    servers of the run."""
     model = carrier.model if carrier is not None else policy.loaded.model
-    folder = Path(resolve_model_path(config.model.path)).expanduser()
     expected = replace(expected_server(config), max_context=engine.max_context or policy.loaded.max_context)
     return SglangEngine(
         engine,
-        sglang_calls(engine),
-        ModelFolders((engine.weights_path or config.run_dir / "weights").expanduser(), folder),
+        sglang_calls(engine, engine.urls[index]),
+        folders,
         WeightUpdate(version=version, tensors=named_parameters(model)),
         expected=expected,
         vocab_size=policy.loaded.vocab_size,
         decode=policy.renderer.decode,
         make_update_error=WeightUpdateError,
     )
+
+
+def model_folders(config: RunConfig, engine: SglangEngineConfig) -> ModelFolders:
+    """Where the run's versions lie for servers to read."""
+    root = (engine.weights_path or config.run_dir / "weights").expanduser()
+    return ModelFolders(root, Path(resolve_model_path(config.model.path)).expanduser())
 
 
 def build_player(

@@ -47,8 +47,8 @@ def test_a_recorded_run_comes_back_with_its_engine(tmp_path: Path) -> None:
         ("[engine]\nmax_batchsize = 3", "engine.max_batchsize is not a known key; did you mean engine.max_batch_size?"),
         ('[engine]\ntype = "vlm"', "must be one of transformers, vllm, sglang, openai; did you mean 'vllm'?"),
         ('[engine]\ntype = "vllm"\nmax_batch_size = 0', "engine.max_batch_size = 0"),
-        ('[engine]\ntype = "sglang"', "engine.url"),
-        ('[engine]\ntype = "sglang"\nurl = "10.0.0.7:30000"', "engine.url"),
+        ('[engine]\ntype = "sglang"', "engine.urls"),
+        ('[engine]\ntype = "sglang"\nurls = ["10.0.0.7:30000"]', "engine.urls"),
         ('[engine]\ntype = "openai"\nurl = "https://me:secret@example.org/v1"', "engine.url"),
         ('[engine]\ntype = "openai"\nurl = "https://e/v1"\napi_key = "sk-1"', "engine.api_key is not a known key"),
         ('[engine]\ntype = "openai"\nurl = "https://e/v1"\napi_key_variable = "sk-1"', "engine.api_key_variable"),
@@ -82,7 +82,7 @@ def test_what_vllm_cannot_do_is_refused(sections: dict[str, Any], message: str) 
         check_config(config(**sections))
 
 
-SGLANG = {"type": "sglang", "url": "http://10.0.0.7:30000"}
+SGLANG = {"type": "sglang", "urls": ("http://10.0.0.7:30000",)}
 ASYNC = {"max_staleness": 1}
 
 
@@ -93,6 +93,7 @@ ASYNC = {"max_staleness": 1}
         ({"sampling": {"top_p": 0.9, "top_k": 5}}, "SGLang measures top-p over all ids"),
         ({"engine": {**SGLANG, "kv_policy": "keep"}, "rollout": ASYNC}, "has no effect: guards.canary_every is 1"),
         ({"engine": {**SGLANG, "kv_policy": "recompute"}}, "engine.kv_policy has no effect"),
+        ({"engine": {**SGLANG, "urls": ("http://a", "http://b")}}, "names 2 servers, and the run has one engine"),
     ],
 )
 def test_what_sglang_cannot_do_is_refused(sections: dict[str, Any], message: str) -> None:

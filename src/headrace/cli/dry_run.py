@@ -105,7 +105,8 @@ def _engine(config: RunConfig) -> str:
         return f"{engine.type}, in the trainer's process, {engine.weights} weights"
     if isinstance(engine, SglangEngineConfig):
         folder = engine.weights_path or config.run_dir / "weights"
-        return f"sglang, the server at {engine.url} (not asked now); weights travel through the folder {folder}"
+        servers = ", ".join(engine.urls)
+        return f"sglang, the server at {servers} (not asked now); weights travel through the folder {folder}"
     if not isinstance(engine, VllmEngineConfig):
         return f"{engine.type}, the server at {engine.url}: for headrace eval only"
     try:

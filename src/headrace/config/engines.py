@@ -76,8 +76,8 @@ class SglangEngineConfig(Section):
     """An SGLang server that somebody else has started, over HTTP (extra ``http``; docs/sglang.md)."""
 
     type: Literal["sglang"] = "sglang"
-    url: str = Field(pattern=_URL)
-    """Of the server, for example ``http://10.0.0.7:30000``. One server belongs to one run."""
+    urls: tuple[Annotated[str, Field(pattern=_URL)], ...] = Field(min_length=1)
+    """Of the servers, one for each engine, for example ``http://10.0.0.7:30000``. A server belongs to one run."""
     weights_path: Path | None = None
     """A folder that the trainer writes and the server's machine reads under the same name; None: ``weights`` in the
     run's folder."""

@@ -26,6 +26,10 @@ def remote_engine_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _sglang(config: RunConfig, engine: SglangEngineConfig) -> Iterator[str]:
+    if len(engine.urls) > 1:
+        yield (
+            f"engine.urls names {len(engine.urls)} servers, and the run has one engine, which is one server: name one"
+        )
     if config.model.lora is not None:
         yield (
             'engine.type = "sglang" with model.lora: adapters do not travel to SGLang yet; train all weights (remove '
