@@ -70,7 +70,7 @@ def server(**options: Any) -> ModelSglang:
 def run_file(folder: Path, url: str, **sections: Any) -> Path:
     base: dict[str, Any] = {
         "engine": {"type": "sglang", "urls": [url], "start_deadline_s": 2.0},
-        "trainer": {"num_batches": 3},
+        "trainer": {"num_batches": 3, "schedule": {"type": "constant"}},
         "rollout": {"groups_per_batch": 2, "group_size": 4},
     }
     for section, values in sections.items():

@@ -14,7 +14,9 @@ from headrace.record.redact import REDACTED
 from headrace.record.run_dir import read_run_info
 
 _MAY_CHANGE = ("trainer.num_batches", "evaluation.", "checkpoint.", "guards.", "waits.", "monitor.", "parallel.")
-"""What a resumed run may do otherwise. Anything else would make it another run under the old one's name."""
+_MAY_CHANGE += ("engine.urls", "engine.weights_path")
+"""What a resumed run may do otherwise: how long, how watched, and where its servers are. Anything else would make it
+another run under the old one's name."""
 
 
 def recorded_config(run_dir: Path, overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
