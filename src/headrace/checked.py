@@ -85,21 +85,8 @@ def check_before_work(config: RunConfig, *, trains: bool = True, asks_servers: b
     )
     if isinstance(config.engine, VllmEngineConfig):
         find_python(config.engine.python)
-    if isinstance(config.engine, SglangEngineConfig) and asks_servers:
-        engine, expected = config.engine, expected_server(config)
-        for url in engine.urls:
-            check_sglang(functools.partial(sglang_calls, engine, url), expected, engine.start_deadline_s)
-    if isinstance(config.engine, OpenAiEngineConfig):
-        served = config.engine, config.model.path
-        check_openai(lambda: make_openai_engine(*served))
-        folder = None  # its model is the server's
-    else:
-        folder = Path(resolve_model_path(config.model.path)).expanduser()
-    has_layout = config.parallel.world_size > 1 or config.model.activation_budget_bytes is not None
-    if folder is not None and folder.is_dir() and has_layout:
-        shape = ModelShape.of_folder(folder)
-        check_layout(config.parallel, shape)
-        recomputed_layers(config.parallel, shape, Pass.of(config))  # raises where the budget is too small
+    if not isinstance(config.engine, OpenAiEngineConfig):  # whose model is the server's
+        _check_layout(config)
     if config.parallel.world_size > 1 and algorithm.needs.prepare:
         raise ConfigError(
             f"algorithm '{config.algorithm.preset}' chooses tokens or weights over a whole minibatch, which several "
@@ -136,9 +123,31 @@ def check_before_work(config: RunConfig, *, trains: bool = True, asks_servers: b
             'teacher.stream = "distillation" trains without rewards; choose a preset without it, such as grpo'
         )
     conversations = read_supervised(config.supervised_data, splits.held_out)
+    if asks_servers:
+        _ask_servers(config)
     return Checked(
         config=config, splits=splits, algorithm=algorithm, reward=reward, gold=gold, conversations=conversations
     )
+
+
+def _check_layout(config: RunConfig) -> None:
+    """Does the model fit into the processes that were asked for?"""
+    folder = Path(resolve_model_path(config.model.path)).expanduser()
+    if folder.is_dir() and (config.parallel.world_size > 1 or config.model.activation_budget_bytes is not None):
+        shape = ModelShape.of_folder(folder)
+        check_layout(config.parallel, shape)
+        recomputed_layers(config.parallel, shape, Pass.of(config))  # raises where the budget is too small
+
+
+def _ask_servers(config: RunConfig) -> None:
+    """Last, for a server that is being started may take its time to answer."""
+    engine = config.engine
+    if isinstance(engine, SglangEngineConfig):
+        expected = expected_server(config)
+        for url in engine.urls:
+            check_sglang(functools.partial(sglang_calls, engine, url), expected, engine.start_deadline_s)
+    elif isinstance(engine, OpenAiEngineConfig):
+        check_openai(functools.partial(make_openai_engine, engine, config.model.path))
 
 
 def sglang_calls(engine: SglangEngineConfig, url: str) -> SglangCalls:

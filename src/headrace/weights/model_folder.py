@@ -2,11 +2,13 @@
 
 A version's folder appears under its name at once and complete (written aside, fsync, rename), or not at all; the newest
 two stay, so that a server that is still reading one never finds it gone. The names of the tensors are those of the
-model's own checkpoint, which is what such servers know: an update with other names is refused.
+model's own checkpoint, which is what such servers know: an update with other names is refused. With the model's
+config.json beside them, a folder is one that ``from_pretrained`` loads too.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -80,6 +82,9 @@ class ModelFolders:
             (aside / file).write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
             _fsync(aside / file)
         self._check_names({row[0] for row in rows}, update.version)
+        index = {"metadata": {}, "weight_map": {row[0]: row[3] for row in rows}}
+        (aside / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        _fsync(aside / "model.safetensors.index.json")
         if self._model is not None and (self._model / "config.json").is_file():
             shutil.copyfile(self._model / "config.json", aside / "config.json")
         _fsync(aside)
