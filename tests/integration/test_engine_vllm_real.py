@@ -1,5 +1,6 @@
-"""vLLM itself, as a server in another process, over tiny models in float32: what it must share with the embedded
-engine, and what weights that travel must do. Skips where there is no .venv-vllm (tests/allowed_skips.txt)."""
+"""vLLM itself over tiny models in float32: what it must share with the embedded engine, and what weights that travel
+must do. As a server in another process; test_engine_vllm_in_process.py runs this file with vLLM in its own.
+Skips where there is no .venv-vllm (tests/allowed_skips.txt)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_fixture import VOCAB, Session, gaps, make_vllm, perturb, request, sync, vllm_model, vllm_python
+from vllm_fixture import MODE, VOCAB, Session, gaps, make_vllm, perturb, request, sync, vllm_model, vllm_python
 
 from headrace.engines import EngineError
 from headrace.engines.flips import count_flips
@@ -238,6 +239,7 @@ def test_weights_change_in_flight(tmp_path: Path, kv_policy: str) -> None:
     assert float(gaps(shared.model, request("probe", PROMPT[:7]), proof).max()) < EXACT
 
 
+@pytest.mark.skipif(MODE == "in_process", reason="of a server in another process")
 def test_kill_9_of_the_server(tmp_path: Path) -> None:
     """F106: what runs fails with the signal and the log's end, and the engine is dead from then on."""
     shared = Shared(tmp_path)

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loop_runs import small_data
 
 from headrace.config.engines import VllmEngineConfig
 from headrace.config.vllm_python import find_python
-from headrace.engines.vllm.client import PROGRAM, VllmEngine
+from headrace.engines.vllm.client import VllmEngine
+from headrace.engines.vllm.in_process import ServerThread
+from headrace.engines.vllm.launch import PROGRAM, Launch, backend_options, in_a_process
+from headrace.engines.vllm.server.backend import AdapterOptions, BackendOptions
+from headrace.engines.vllm.server.versions import load_backend
 from headrace.errors import ConfigError
 from headrace.model.attention import ATTENTION_NAME
 from headrace.protocols import WeightUpdate
-from headrace.testing import tiny_model, tiny_tokenizer
+from headrace.testing import SMALL_ALPHABET, tiny_model, tiny_tokenizer
 from headrace.types import Generation, GenerationRequest, PolicyVersion, Sampling
 from headrace.weights.checksums import named_parameters
 from headrace.weights.inprocess import WeightUpdateError
-from headrace.weights.shared_memory import SharedMemorySender
+from headrace.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 VOCAB = len(tiny_tokenizer()) - 5
 """Fewer than the model has rows: the rest is padding, and may never be drawn."""
 
 
+MODE = os.environ.get("HEADRACE_TEST_VLLM_MODE", "server")
+"""``in_process`` where test_engine_vllm_in_process.py runs these tests again, with the Python that has vLLM."""
+
+
 def vllm_python() -> Path:
     """Skips where there is none."""
+    if MODE == "in_process":
+        return Path(sys.executable)
     try:
         return find_python(None)
     except ConfigError as error:
@@ -48,22 +62,39 @@ def save_config(model: Any, folder: Path) -> Path:
 
 
 def make_vllm(
-    model: Any, folder: Path, *, program: Path = PROGRAM, vocab_size: int = VOCAB, **config: Any
+    model: Any,
+    folder: Path,
+    *,
+    program: Path = PROGRAM,
+    load: Callable[[BackendOptions], Any] = load_backend,
+    vocab_size: int = VOCAB,
+    adapter: AdapterOptions | None = None,
+    **config: Any,
 ) -> VllmEngine:
+    """``program``: of a server, ``load``: of a thread, where a test takes something out."""
     python = vllm_python()  # first: whoever skips leaves nothing open
     options = {"max_batch_size": 4, "kv_cache_bytes": 1 << 27, "num_threads": 1, "start_deadline_s": 200.0, **config}
-    return VllmEngine(
-        VllmEngineConfig(**options),
-        SharedMemorySender(),
-        WeightUpdate(version=PolicyVersion(0, 0), tensors=named_parameters(model)),
-        python=python,
+    engine, sender = VllmEngineConfig(**options), SharedMemorySender()
+    backend = backend_options(
+        engine,
         model=save_config(model, folder),
         dtype=str(model.dtype).removeprefix("torch."),
         vocab_size=vocab_size,
+        max_context=256,
+        adapter=adapter,
+    )
+    log_path = folder / "engine.log"
+    launch: Launch = partial(ServerThread, backend, SharedMemoryReceiver(sender.fd), log_path=log_path, load=load)
+    if MODE == "server":
+        launch = in_a_process(backend, python=python, weights_fd=sender.fd, log_path=log_path, program=program)
+    return VllmEngine(
+        engine,
+        sender,
+        WeightUpdate(version=PolicyVersion(0, 0), tensors=named_parameters(model)),
+        launch,
+        vocab_size=vocab_size,
         decode=tiny_tokenizer().decode,
         max_context=256,
-        program=program,
-        log_path=folder / "engine.log",
         make_update_error=WeightUpdateError,
     )
 
@@ -137,3 +168,25 @@ async def sync(engine: VllmEngine, model: Any, number: int) -> None:
     version = PolicyVersion(0, number)
     await engine.update_weights(WeightUpdate(version=version, tensors=named_parameters(model)))
     await engine.resume()
+
+
+def run_data(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
+    """A run of 8 batches with vLLM over a tiny model, which learns to write letters."""
+    model = folder / "model"
+    if not model.exists():
+        tokenizer = tiny_tokenizer(SMALL_ALPHABET)
+        made = vllm_model(vocab_size=len(tokenizer), initializer_range=0.02, max_context=64)
+        made.save_pretrained(model)
+        save_config(made, model)
+        tokenizer.save_pretrained(model)
+    base: dict[str, Any] = {
+        "rewards": [{"type": f"{Path(__file__).with_name('vllm_reward.py')}:share_of_letters"}],
+        "engine": {"type": "vllm", "mode": MODE, "max_batch_size": 16, "kv_cache_bytes": 1 << 26, "num_threads": 1},
+        "trainer": {"num_batches": 8, "learning_rate": 2e-3, "schedule": {"type": "constant"}},
+        "checkpoint": {"every": 4},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values} if isinstance(values, dict) else values
+    data = small_data(folder, name, **base)
+    data["model"] = {"path": str(model)}
+    return data

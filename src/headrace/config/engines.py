@@ -42,11 +42,14 @@ class TransformersEngineConfig(Section):
 
 
 class VllmEngineConfig(Section):
-    """vLLM in a process of its own, run by a Python that has it (``make setup-vllm``)."""
+    """vLLM, which needs a Python that has it (``make setup-vllm``)."""
 
     type: Literal["vllm"] = "vllm"
+    mode: Literal["server", "in_process"] = "server"
+    """``server``: a process of its own, run by a Python that has vLLM. ``in_process``: a thread of the run's own
+    process; the run must be started with a Python that has vLLM and headrace."""
     python: str | None = None
-    """The Python that has vLLM; None: $HEADRACE_VLLM_PYTHON, else .venv-vllm of the working directory or checkout."""
+    """Of the server. None: $HEADRACE_VLLM_PYTHON, else .venv-vllm of the working directory or checkout."""
     max_batch_size: int = Field(64, ge=1)
     """Requests that decode together."""
     max_context: int | None = Field(None, ge=2)
