@@ -36,7 +36,7 @@ def python() -> Path:
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("test_engine_vllm_real.py", 11), ("test_engine_vllm_runs.py", 6), ("test_engine_vllm_lora.py", 3)],
+    [("real", 8), ("changes", 4), ("runs", 8), ("lora", 3)],
 )
 def test_the_same_in_the_runs_own_process(python: Path, tmp_path: Path, name: str, least: int) -> None:
     """Issue 4, done line 1: everything that holds for a server holds in process, the stale head included."""
@@ -46,7 +46,7 @@ def test_the_same_in_the_runs_own_process(python: Path, tmp_path: Path, name: st
     report = tmp_path / "report.xml"
     options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-o", "filterwarnings=", f"--junitxml={report}"]
     done = subprocess.run(
-        [str(python), "-P", "-m", "pytest", *options, str(HERE / name)],
+        [str(python), "-P", "-m", "pytest", *options, str(HERE / f"test_engine_vllm_{name}.py")],
         cwd=HERE.parents[1],
         env=environment,
         stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,8 +26,8 @@ from headrace.errors import ConfigError
 from headrace.model.attention import ATTENTION_NAME
 from headrace.protocols import WeightUpdate
 from headrace.testing import SMALL_ALPHABET, tiny_model, tiny_tokenizer
-from headrace.types import Generation, GenerationRequest, PolicyVersion, Sampling
-from headrace.weights.checksums import named_parameters
+from headrace.types import Generation, GenerationRequest, PolicyVersion, Sampling, VersionSpan
+from headrace.weights.checksums import checksums, named_parameters
 from headrace.weights.inprocess import WeightUpdateError
 from headrace.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
@@ -34,6 +35,10 @@ VOCAB = len(tiny_tokenizer()) - 5
 """Fewer than the model has rows: the rest is padding, and may never be drawn."""
 
 
+PROMPT = tuple(range(3, 43))
+"""Two and a half blocks of the prefix cache."""
+EXACT = 1e-4
+"""Issue 4: in float32 p99 must stay under 1e-3; 1e-5 was measured."""
 MODE = os.environ.get("HEADRACE_TEST_VLLM_MODE", "server")
 """``in_process`` where test_engine_vllm_in_process.py runs these tests again, with the Python that has vLLM."""
 
@@ -168,6 +173,48 @@ async def sync(engine: VllmEngine, model: Any, number: int) -> None:
     version = PolicyVersion(0, number)
     await engine.update_weights(WeightUpdate(version=version, tensors=named_parameters(model)))
     await engine.resume()
+
+
+class Shared:
+    """An engine, the model whose weights it serves, and the number of its next version."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.config = {name: options.pop(name) for name in ("kv_policy", "max_batch_size") if name in options}
+        self.model = vllm_model(**options)
+        self.session = Session(lambda: make_vllm(self.model, folder, **self.config))
+        self.engine = self.session.engine
+        self.run = self.session.run
+        self.number = 0
+
+    def sync(self) -> None:
+        self.number += 1
+        self.run(sync(self.engine, self.model, self.number))
+
+    def generate(self, *requests: GenerationRequest) -> list[Generation]:
+        async def main() -> list[Generation]:
+            return list(await asyncio.gather(*(self.engine.generate(r) for r in requests)))
+
+        return self.run(main())
+
+    def worst(self, *requests: GenerationRequest) -> float:
+        replies = self.generate(*requests)
+        return float(max(gaps(self.model, r, reply).max() for r, reply in zip(requests, replies, strict=True)))
+
+
+def check_every_parameter(shared: Shared) -> None:
+    asked = request("r", PROMPT[:9], max_new_tokens=6)
+    for number, (name, parameter) in enumerate(named_parameters(shared.model).items()):
+        old_sums, old_model = shared.engine.weight_checksums(), copy.deepcopy(shared.model)
+        perturb(shared.model, [name], seed=number)
+        assert torch.isfinite(parameter).all()
+        shared.sync()
+        reply = shared.generate(asked)[0]
+        assert float(gaps(shared.model, asked, reply).max()) < EXACT, name
+        assert float(gaps(old_model, asked, reply).max()) > EXACT, name
+        assert reply.version_spans == (VersionSpan(PolicyVersion(0, shared.number), 0, 6),)
+        new_sums = shared.engine.weight_checksums()
+        assert new_sums == checksums(named_parameters(shared.model).items())
+        assert [n for n in new_sums if new_sums[n] != old_sums[n]] == [name]
 
 
 def run_data(folder: Path, name: str, **sections: Any) -> dict[str, Any]:

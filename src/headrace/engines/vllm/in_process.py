@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.engines.errors import EngineError
 from headrace.engines.vllm.server.backend import Backend, BackendOptions
 from headrace.engines.vllm.server.serving import Connection, Read, Server, WeightReader
 from headrace.engines.vllm.server.versions import load_backend
@@ -29,6 +30,10 @@ from headrace.openmp import release_workers
 
 END_DEADLINE_S = 10.0
 """For the thread to end once its client is gone; then it is left alone: a thread cannot be killed."""
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""vLLM's process group, and more of its state, are the process's."""
 
 
 class ServerThread:
@@ -42,7 +47,9 @@ class ServerThread:
         log_path: Path | None = None,
         load: Callable[[BackendOptions], Backend] = load_backend,
     ) -> None:
-        """``log_path``: what vLLM logs; None: nowhere."""
+        """``log_path``: what vLLM logs; None: nowhere. Raises EngineError where this process holds a vLLM already."""
+        if not _ONE_AT_A_TIME.acquire(blocking=False):
+            raise EngineError("this process holds a vLLM already, and it can hold one; close that engine first")
         self.socket, theirs = socket.socketpair()
         self._log_path = log_path
         self._error = ""
@@ -109,6 +116,7 @@ class ServerThread:
             theirs.close()
             if backend is not None:
                 backend.close()
+            _ONE_AT_A_TIME.release()
 
 
 @contextlib.contextmanager
