@@ -53,6 +53,8 @@ def test_a_run_learns_and_every_sync_is_exact(
     assert all(0 < m["engine/gap_p99"] < 1e-4 for m in metrics if m.get("engine/num_gap_tokens"))
     if max_staleness:
         assert max(m["staleness/max"] for m in metrics) == 1
+        in_flight = [m["engine/in_flight_gap_max"] for m in metrics if m.get("engine/num_in_flight_gap_tokens")]
+        assert in_flight and max(in_flight) > 1e-3, "replies that go on over old keys are of no policy, and that shows"
     else:
         assert all(m["engine/num_gap_tokens"] == m["train/num_tokens"] for m in metrics)
         assert all(0 < m["engine/gap_max"] < 1e-4 for m in metrics)

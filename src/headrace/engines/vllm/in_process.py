@@ -17,6 +17,7 @@ import random
 import socket
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -131,7 +132,9 @@ def vllm_as_a_guest(log_path: Path | None) -> Iterator[None]:
     states = random.getstate(), numpy_random.get_state(), torch.get_rng_state()
     set_num_threads, default_dtype = torch.set_num_threads, torch.get_default_dtype()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         random.setstate(states[0])
         numpy_random.set_state(states[1])
