@@ -33,11 +33,16 @@ class Sender:
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        self.fd = self.file.fileno()
+        self.inherit = (self.file.fileno(),)
+        self.receiver = {"type": "scripted"}
         self.refuse = False
+        self.num_transfers = 0
 
     def send(self, update: WeightUpdate, base: PolicyVersion | None) -> dict[str, Any]:
         return {"version": update.version, "base": base, "refuse": self.refuse}
+
+    def transfer(self) -> None:
+        self.num_transfers += 1
 
     def close(self) -> None:
         self.file.close()

@@ -57,15 +57,24 @@ PROGRAM = Path(__file__).resolve().parents[2] / "serve_vllm.py"
 
 
 class WeightSender(Protocol):
-    """The sending half of a carrier between processes; ``headrace.weights.shared_memory`` has one."""
+    """The sending half of a carrier between processes; ``headrace.weights.carrier`` says more."""
 
     @property
-    def fd(self) -> int:
-        """The open descriptor that the server inherits."""
+    def receiver(self) -> Mapping[str, Any]:
+        """JSON: what the server makes the other half of."""
+        ...
+
+    @property
+    def inherit(self) -> tuple[int, ...]:
+        """Open descriptors that the server inherits."""
         ...
 
     def send(self, update: WeightUpdate, base: PolicyVersion | None) -> dict[str, Any]:
         """Put all tensors where the server finds them; returns the manifest that says where. Blocks."""
+        ...
+
+    def transfer(self) -> None:
+        """What must run while the server takes them. Blocks for a bounded time."""
         ...
 
     def close(self) -> None: ...
@@ -112,7 +121,7 @@ class VllmEngine:
             num_threads=config.num_threads,
             seed=0,
         )
-        self._command = [str(python), "-P", str(program), "--weights", str(sender.fd)]
+        self._command = [str(python), "-P", str(program), "--weights", json.dumps(dict(sender.receiver))]
         self._command += ["--options", json.dumps(asdict(options))]
         self._command += ["--recompute"] if config.kv_policy == "recompute" else []
         self._server: ServerProcess | None = None
@@ -244,7 +253,7 @@ class VllmEngine:
     async def _start(self) -> None:
         try:
             self._server = ServerProcess(
-                self._command, inherit=[self._sender.fd], num_threads=self._num_threads, log_path=self._log_path
+                self._command, inherit=self._sender.inherit, num_threads=self._num_threads, log_path=self._log_path
             )
             reader, self._writer = await asyncio.open_unix_connection(sock=self._server.socket)
             self._ready = asyncio.get_running_loop().create_future()
@@ -305,8 +314,12 @@ class VllmEngine:
             raise self._make_update_error(
                 f"weights {update.version} are older than the engine's {self._version}; an engine never goes back"
             )
-        manifest = await self._thread.call(self._sender.send, update, None if is_first else self._version)
-        result = await self._call("update", manifest=manifest)
+        if update.manifest is not None:
+            result = await self._call("update", manifest=update.manifest)
+        else:
+            manifest = await self._thread.call(self._sender.send, update, None if is_first else self._version)
+            transfer = self._thread.call(self._sender.transfer)
+            result, _ = await asyncio.gather(self._call("update", manifest=manifest), transfer)
         self._version = update.version
         if result:  # else it is the update that it has already
             self._checksums = result["checksums"]
