@@ -13,7 +13,7 @@ from headrace.config.checks import AlgorithmTraits, check_config
 from headrace.config.critic import SeparateCriticConfig
 from headrace.config.engines import VllmEngineConfig
 from headrace.config.schema import RunConfig
-from headrace.config.vllm_python import find_python
+from headrace.config.vllm_python import check_this_python, find_python
 from headrace.environments.preferences import Conversation, Rows, read_supervised
 from headrace.environments.registry import check_environments
 from headrace.environments.tasks import TaskSplits, build_tasks
@@ -73,7 +73,10 @@ def check_before_work(config: RunConfig) -> Checked:
         ),
     )
     if isinstance(config.engine, VllmEngineConfig):
-        find_python(config.engine.python)
+        if config.engine.mode == "in_process":
+            check_this_python()
+        else:
+            find_python(config.engine.python)
     folder = Path(resolve_model_path(config.model.path)).expanduser()
     if folder.is_dir() and (config.parallel.world_size > 1 or config.model.activation_budget_bytes is not None):
         shape = ModelShape.of_folder(folder)

@@ -1,6 +1,6 @@
 """The program of a vLLM server. Started by ``engines.vllm.client`` with the Python that has vLLM, never by hand.
 
-``python -P serve_vllm.py --socket FD --weights JSON --options JSON [--recompute]``
+``python -P serve_vllm.py --socket FD --weights JSON --options JSON``
 
 That Python has no headrace installed, and must not find the packages of the trainer's. So this file gives it the
 package names that it needs, without running what their ``__init__`` imports: from then on, ``headrace.weights`` is the
@@ -32,7 +32,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--weights", type=json.loads, required=True)
     parser.add_argument("--options", required=True)
-    parser.add_argument("--recompute", action="store_true")
     parsed = parser.parse_args(arguments)
 
     from headrace.engines.vllm.server.backend import BackendOptions
@@ -40,11 +39,10 @@ def main(arguments: list[str]) -> None:
     from headrace.weights.receivers import make_receiver
 
     connection = Connection(socket.socket(fileno=parsed.socket))
-    options = BackendOptions(**json.loads(parsed.options))
+    options = BackendOptions.from_json(json.loads(parsed.options))
     try:
-        from headrace.engines.vllm.server.vllm_0_32 import check_version, load_backend
+        from headrace.engines.vllm.server.versions import load_backend
 
-        check_version()
         reader = make_receiver(parsed.weights)
         backend = load_backend(options)
     except Exception as error:
@@ -55,7 +53,7 @@ def main(arguments: list[str]) -> None:
         backend,
         reader,
         max_batch_size=options.max_batch_size,
-        recompute=parsed.recompute,
+        recompute=options.recompute,
     ).run()
 
 

@@ -9,12 +9,15 @@ import copy
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
+from torch import nn
 
 from headrace.checked import Checked, Policy, check_before_work, load_critic, load_policy
+from headrace.config.base import LoraConfig
 from headrace.config.engines import VllmEngineConfig
 from headrace.config.load import resolved
 from headrace.config.prompts import check_prompts
@@ -25,10 +28,14 @@ from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.embedded import TransformersEngine
 from headrace.engines.vllm.client import VllmEngine
+from headrace.engines.vllm.in_process import ServerThread
+from headrace.engines.vllm.launch import Launch, backend_options, in_a_process
+from headrace.engines.vllm.server.backend import AdapterOptions
 from headrace.environments.registry import make_environment
 from headrace.environments.runner import EpisodeRunner
 from headrace.errors import ConfigError
 from headrace.evaluation.gold import GoldCheck, recorded_evaluations
+from headrace.model.load import ADAPTER_NAME
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.paths import resolve_model_path
 from headrace.monitor.fanout import build_sinks
@@ -121,20 +128,44 @@ def _build_vllm(
     """It starts from the weights of ``carrier``, else from the trainer's own: they are read at the first call, which
     the loop makes before any optimizer step."""
     engine_threads, _ = num_threads(config)
+    engine = engine.model_copy(update={"num_threads": engine_threads})
     model = carrier.model if carrier is not None else policy.loaded.model
-    return VllmEngine(
-        engine.model_copy(update={"num_threads": engine_threads}),
-        make_sender(engine.carrier, config.run_dir / "weights"),
-        WeightUpdate(version=version, tensors=named_parameters(model)),
-        python=find_python(engine.python),
+    sender = make_sender(engine.carrier, config.run_dir / "weights")
+    options = backend_options(
+        engine,
         model=Path(resolve_model_path(config.model.path)).expanduser(),
         dtype=config.model.dtype,
         vocab_size=policy.loaded.vocab_size,
+        max_context=policy.loaded.max_context,
+        adapter=adapter_options(config.model.lora, policy.loaded.model),
+    )
+    launch: Launch
+    if engine.mode == "in_process":
+        launch = partial(ServerThread, options, make_receiver(sender.receiver), log_path=log_path)
+    else:
+        python = find_python(engine.python)
+        launch = in_a_process(
+            options, python=python, weights=sender.receiver, inherit=sender.inherit, log_path=log_path
+        )
+    return VllmEngine(
+        engine,
+        sender,
+        WeightUpdate(version=version, tensors=named_parameters(model)),
+        launch,
+        vocab_size=policy.loaded.vocab_size,
         decode=policy.renderer.decode,
         max_context=policy.loaded.max_context,
-        log_path=log_path,
         make_update_error=WeightUpdateError,
     )
+
+
+def adapter_options(lora: LoraConfig | None, model: nn.Module) -> AdapterOptions | None:
+    """What vLLM must know of the trainer's adapter. Its layers are read off the model, since the configuration may name
+    them by a pattern."""
+    if lora is None:
+        return None
+    layers = {name.split(".lora_A.")[0].rpartition(".")[2] for name in named_parameters(model) if ".lora_A." in name}
+    return AdapterOptions(rank=lora.rank, alpha=lora.alpha, target_modules=sorted(layers), name=ADAPTER_NAME)
 
 
 def build_player(

@@ -11,7 +11,7 @@ from headrace.config.dump import dump_toml
 from headrace.config.engines import VllmEngineConfig
 from headrace.config.load import resolved
 from headrace.config.schema import GoldConfig, RunConfig
-from headrace.config.vllm_python import find_python
+from headrace.config.vllm_python import check_this_python, find_python
 from headrace.environments.preferences import Conversation, Rows, read_supervised
 from headrace.environments.tasks import TaskSplits, build_tasks
 from headrace.errors import HeadraceError
@@ -101,6 +101,9 @@ def _engine(config: RunConfig) -> str:
     if not isinstance(config.engine, VllmEngineConfig):
         return f"{config.engine.type}, in the trainer's process, {config.engine.weights} weights{_carrier(config)}"
     try:
+        if config.engine.mode == "in_process":
+            check_this_python()
+            return "vllm, on a thread of the trainer's process; weights are handed over through shared memory"
         python = find_python(config.engine.python)
     except HeadraceError as error:
         return f"MISSING: {error}"

@@ -152,14 +152,26 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield _no_room("engine.max_context", engine.max_context, sampling.max_new_tokens)
 
 
+MAX_VLLM_RANK = 512
+"""Of an adapter."""
+
+
 def _vllm(config: RunConfig) -> Iterator[str]:
     if not isinstance(config.engine, VllmEngineConfig):
         return
-    if config.model.lora is not None:
-        yield (
-            'engine.type = "vllm" with model.lora: adapters do not travel to vLLM yet; train all weights (remove '
-            'model.lora), or use engine.type = "transformers"'
-        )
+    if config.engine.mode == "in_process":
+        for name in _set(config.engine, "python"):
+            yield (
+                f'engine.{name} has no effect: with engine.mode = "in_process", vLLM runs in the Python that runs '
+                "headrace; remove it"
+            )
+        if config.parallel.world_size > 1:
+            yield (
+                f'engine.mode = "in_process" with {config.parallel.world_size} processes: vLLM and the trainer would '
+                'each make the process group of the process that they share; use mode = "server"'
+            )
+    if config.model.lora is not None and config.model.lora.rank > MAX_VLLM_RANK:
+        yield f"model.lora.rank = {config.model.lora.rank}: vLLM takes {MAX_VLLM_RANK} at most; lower it"
     if config.sampling.temperature > 2:
         yield f"sampling.temperature = {config.sampling.temperature}: vLLM takes 2 at most; lower it"
     if config.sampling.top_p < 1 and not config.sampling.top_k:

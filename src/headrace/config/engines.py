@@ -46,11 +46,14 @@ class TransformersEngineConfig(Section):
 
 
 class VllmEngineConfig(Section):
-    """vLLM in a process of its own, run by a Python that has it (``make setup-vllm``)."""
+    """vLLM, which needs a Python that has it (``make setup-vllm``)."""
 
     type: Literal["vllm"] = "vllm"
+    mode: Literal["server", "in_process"] = "server"
+    """``server``: a process of its own, run by a Python that has vLLM. ``in_process``: a thread of the run's own
+    process; the run must be started with a Python that has vLLM and headrace."""
     python: str | None = None
-    """The Python that has vLLM; None: $HEADRACE_VLLM_PYTHON, else .venv-vllm of the working directory or checkout."""
+    """Of the server. None: $HEADRACE_VLLM_PYTHON, else .venv-vllm of the working directory or checkout."""
     max_batch_size: int = Field(64, ge=1)
     """Requests that decode together."""
     max_context: int | None = Field(None, ge=2)
@@ -86,16 +89,15 @@ EngineConfig = Annotated[
 
 def carrier_problems(engine: EngineConfig, num_processes: int) -> Iterator[str]:
     """Of ``engine.carrier`` beside the rest. ``num_processes``: of the trainer; several share no weights."""
-    if not isinstance(engine, TransformersEngineConfig):
-        return
+    is_here = isinstance(engine, TransformersEngineConfig) or engine.mode == "in_process"
     if engine.shares_weights and num_processes == 1:
         if "carrier" in engine.model_fields_set:
             yield (
                 'engine.carrier has no effect: engine.weights = "shared", so nothing travels; set engine.weights = '
                 '"copy", or remove it'
             )
-    elif engine.carrier.type == "broadcast":
+    elif engine.carrier.type == "broadcast" and is_here:
         yield (
-            'engine.carrier.type = "broadcast" with engine.type = "transformers": that engine is in the trainer\'s '
-            'process, so there is nobody to broadcast to; use "memory", or "file" or "delta" where others read them too'
+            'engine.carrier.type = "broadcast" with an engine in the trainer\'s own process: there is nobody to '
+            'broadcast to; use "memory", or "file" or "delta" where others read them too'
         )

@@ -1,4 +1,4 @@
-"""The client: ``protocols.Engine`` over a vLLM server in another process.
+"""The client: ``protocols.Engine`` over a vLLM server in another process, or on a thread of this one.
 
 One asyncio task reads what the server sends. Tokens come as they are sampled, each step's with the version that
 sampled them, so an abort returns at once with what has been sampled, also where the server hangs. Stop strings are
@@ -15,19 +15,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.config.engines import VllmEngineConfig
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.errors import EngineError, RequestError
 from headrace.engines.request import Running, check_request
-from headrace.engines.vllm.process import ServerProcess
+from headrace.engines.vllm.launch import Host, Launch
 from headrace.engines.vllm.semantics import check_semantics
-from headrace.engines.vllm.server.backend import BackendOptions
 from headrace.engines.vllm.wire import (
     LENGTH_BYTES,
     Message,
@@ -53,21 +49,10 @@ DEATH_DEADLINE_S = 5.0
 """For a server that hung up to be gone, so that its exit code is known."""
 _SETTLE_ROUNDS = 3
 """Turns of the event loop without a submission after which the ready tasks count as heard."""
-PROGRAM = Path(__file__).resolve().parents[2] / "serve_vllm.py"
 
 
 class WeightSender(Protocol):
-    """The sending half of a carrier between processes; ``headrace.weights.carrier`` says more."""
-
-    @property
-    def receiver(self) -> Mapping[str, Any]:
-        """JSON: what the server makes the other half of."""
-        ...
-
-    @property
-    def inherit(self) -> tuple[int, ...]:
-        """Open descriptors that the server inherits."""
-        ...
+    """The sending half of a carrier; ``headrace.weights.carrier`` says more."""
 
     def send(self, update: WeightUpdate, base: PolicyVersion | None) -> dict[str, Any]:
         """Put all tensors where the server finds them; returns the manifest that says where. Blocks."""
@@ -88,43 +73,24 @@ class VllmEngine:
         config: VllmEngineConfig,
         sender: WeightSender,
         initial: WeightUpdate,
+        launch: Launch,
         *,
-        python: Path,
-        model: Path,
-        dtype: str,
         vocab_size: int,
         decode: Callable[[Sequence[int]], str] | None = None,
         max_context: int,
-        log_path: Path | None = None,
-        program: Path = PROGRAM,
         make_update_error: Callable[[str], HeadraceError] = EngineError,
     ) -> None:
-        """``initial``: the weights to start with; its tensors are read when the server is up. ``model``: folder with
-        the model's configuration. ``max_context``: of the model, where the configuration sets none."""
+        """``initial``: the weights to start with; its tensors are read when the server is up. ``launch`` starts it, see
+        ``engines.vllm.launch``. ``max_context``: of the model, where the configuration sets none."""
         self._config = config
         self._sender = sender
         self._initial = initial
+        self._launch = launch
         self._vocab_size = vocab_size
         self._decode = decode
         self._max_context = config.max_context or max_context
-        self._log_path = log_path
         self._make_update_error = make_update_error
-        self._num_threads = config.num_threads or 1
-        options = BackendOptions(
-            model=str(model),
-            dtype=dtype,
-            vocab_size=vocab_size,
-            max_context=self._max_context,
-            max_batch_size=config.max_batch_size,
-            prefix_cache=config.prefix_cache,
-            kv_cache_bytes=config.kv_cache_bytes,
-            num_threads=config.num_threads,
-            seed=0,
-        )
-        self._command = [str(python), "-P", str(program), "--weights", json.dumps(dict(sender.receiver))]
-        self._command += ["--options", json.dumps(asdict(options))]
-        self._command += ["--recompute"] if config.kv_policy == "recompute" else []
-        self._server: ServerProcess | None = None
+        self._server: Host | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._start_task: asyncio.Task[None] | None = None
         self._reader_task: asyncio.Task[None] | None = None
@@ -252,9 +218,7 @@ class VllmEngine:
 
     async def _start(self) -> None:
         try:
-            self._server = ServerProcess(
-                self._command, inherit=self._sender.inherit, num_threads=self._num_threads, log_path=self._log_path
-            )
+            self._server = self._launch()
             reader, self._writer = await asyncio.open_unix_connection(sock=self._server.socket)
             self._ready = asyncio.get_running_loop().create_future()
             self._reader_task = asyncio.create_task(self._read(reader), name="headrace-vllm-reader")

@@ -113,13 +113,16 @@ class Server(Generic[Read]):
         max_batch_size: int,
         recompute: bool,
         leave: Callable[[int], Any] = os._exit,
+        rest: Callable[[], Any] = lambda: None,
     ) -> None:
+        """``rest`` is called before each wait for something to do."""
         self._connection = connection
         self._backend = backend
         self._reader = reader
         self._max_batch_size = max_batch_size
         self._recompute = recompute
         self._leave = leave
+        self._rest = rest
         self._commands: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._waiting: deque[ServerRequest] = deque()
         self._running: dict[int, list[int]] = {}
@@ -130,6 +133,8 @@ class Server(Generic[Read]):
         self._broken = ""
         """Why the weights are of no version: an update failed half way."""
         self._step_started_s: float | None = None
+        self._loaded: Mapping[str, str] = {}
+        """Checksums of what was loaded last."""
 
     @property
     def _version(self) -> PolicyVersion:
@@ -174,6 +179,8 @@ class Server(Generic[Read]):
         """Carry out what is in the queue; waits for a command where there is nothing else to do. False at the end."""
         can_work = not self._is_paused and not self._broken and bool(self._waiting or self._running)
         while True:
+            if not can_work:
+                self._rest()
             try:
                 message = self._commands.get(block=not can_work)
             except queue.Empty:
@@ -281,7 +288,7 @@ class Server(Generic[Read]):
             self._answer(message, {})
             return
         try:
-            self._backend.load(read.tensors)
+            self._backend.load(read.tensors, self._changed(read))
             served = self._backend.served(read.tensors)
             self._backend.drop_caches(recompute=self._recompute)
         except Exception as error:
@@ -294,6 +301,12 @@ class Server(Generic[Read]):
             return
         self._broken = ""
         self._reader.commit(read)
+        self._loaded = read.checksums
         if self._recompute:
             self._counters["num_prefill_tokens"] += sum(sum(lengths) for lengths in self._running.values())
         self._answer(message, {"checksums": {**read.checksums, **served.stale}, "num_unchecked": len(served.unchecked)})
+
+    def _changed(self, read: Read) -> set[str]:
+        """Names of the tensors that differ from those loaded last; all of them where it is not known what is there."""
+        loaded = {} if self._broken else self._loaded
+        return {name for name, digest in read.checksums.items() if loaded.get(name) != digest}
