@@ -195,7 +195,7 @@ class ScriptedReader:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=int)
-    parser.add_argument("--weights", type=int)
+    parser.add_argument("--weights", type=json.loads)
     parser.add_argument("--options", type=json.loads)
     parsed = parser.parse_args(arguments)
     fault = Path(parsed.options["model"]).name

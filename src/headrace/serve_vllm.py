@@ -1,6 +1,6 @@
 """The program of a vLLM server. Started by ``engines.vllm.client`` with the Python that has vLLM, never by hand.
 
-``python -P serve_vllm.py --socket FD --weights FD --options JSON``
+``python -P serve_vllm.py --socket FD --weights JSON --options JSON``
 
 That Python has no headrace installed, and must not find the packages of the trainer's. So this file gives it the
 package names that it needs, without running what their ``__init__`` imports: from then on, ``headrace.weights`` is the
@@ -30,19 +30,20 @@ def main(arguments: list[str]) -> None:
     """Load, say 'ready' or why not, serve until the client is gone."""
     parser = argparse.ArgumentParser(prog="serve_vllm")
     parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--weights", type=int, required=True)
+    parser.add_argument("--weights", type=json.loads, required=True)
     parser.add_argument("--options", required=True)
     parsed = parser.parse_args(arguments)
 
     from headrace.engines.vllm.server.backend import BackendOptions
     from headrace.engines.vllm.server.serving import Connection, Server
-    from headrace.weights.shared_memory import SharedMemoryReceiver
+    from headrace.weights.receivers import make_receiver
 
     connection = Connection(socket.socket(fileno=parsed.socket))
     options = BackendOptions.from_json(json.loads(parsed.options))
     try:
         from headrace.engines.vllm.server.versions import load_backend
 
+        reader = make_receiver(parsed.weights)
         backend = load_backend(options)
     except Exception as error:
         connection.send({"event": "failed", "error": f"{type(error).__name__}: {error}"})
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> None:
     Server(
         connection,
         backend,
-        SharedMemoryReceiver(parsed.weights),
+        reader,
         max_batch_size=options.max_batch_size,
         recompute=options.recompute,
     ).run()

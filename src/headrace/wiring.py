@@ -61,9 +61,12 @@ from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling
 from headrace.weights.canary import Canary
+from headrace.weights.carried import CarriedWeights
 from headrace.weights.checksums import checksum, checksums, named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
-from headrace.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from headrace.weights.parameters import adapter_travels, all_travel
+from headrace.weights.receivers import make_receiver
+from headrace.weights.senders import make_sender
 from headrace.weights.streamed import StreamedWeights
 
 NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40}
@@ -83,7 +86,7 @@ def build_engine(
     config: RunConfig,
     policy: Policy,
     version: PolicyVersion,
-    carrier: StreamedWeights | None = None,
+    carrier: StreamedWeights | CarriedWeights | None = None,
     log_path: Path | None = None,
 ) -> TransformersEngine | VllmEngine:
     """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes;
@@ -91,9 +94,8 @@ def build_engine(
     engine_threads, _ = num_threads(config)
     if isinstance(config.engine, VllmEngineConfig):
         return _build_vllm(config, config.engine, policy, version, carrier, log_path)
-    make_carrier = SharedWeights if config.engine.shares_weights else CopiedWeights
     return TransformersEngine(
-        carrier or make_carrier(policy.loaded.model, version),
+        carrier or _own_weights(config, policy, version),
         config.engine.model_copy(update={"num_threads": engine_threads}),
         vocab_size=policy.loaded.vocab_size,
         decode=policy.renderer.decode,
@@ -101,12 +103,26 @@ def build_engine(
     )
 
 
+def _own_weights(
+    config: RunConfig, policy: Policy, version: PolicyVersion
+) -> SharedWeights | CopiedWeights | CarriedWeights:
+    """What the embedded engine runs, beside a trainer of one process."""
+    model = policy.loaded.model
+    if config.engine.shares_weights:
+        return SharedWeights(model, version)
+    travels = all_travel if config.model.lora is None else adapter_travels
+    if config.engine.carrier.type == "memory":
+        return CopiedWeights(model, version, travels)
+    sender = make_sender(config.engine.carrier, config.run_dir / "weights")
+    return CarriedWeights(model, version, make_receiver(sender.receiver), sender, travels)
+
+
 def _build_vllm(
     config: RunConfig,
     engine: VllmEngineConfig,
     policy: Policy,
     version: PolicyVersion,
-    carrier: StreamedWeights | None,
+    carrier: StreamedWeights | CarriedWeights | None,
     log_path: Path | None,
 ) -> VllmEngine:
     """It starts from the weights of ``carrier``, else from the trainer's own: they are read at the first call, which
@@ -114,7 +130,7 @@ def _build_vllm(
     engine_threads, _ = num_threads(config)
     engine = engine.model_copy(update={"num_threads": engine_threads})
     model = carrier.model if carrier is not None else policy.loaded.model
-    sender = SharedMemorySender()
+    sender = make_sender(engine.carrier, config.run_dir / "weights")
     options = backend_options(
         engine,
         model=Path(resolve_model_path(config.model.path)).expanduser(),
@@ -125,10 +141,12 @@ def _build_vllm(
     )
     launch: Launch
     if engine.mode == "in_process":
-        launch = partial(ServerThread, options, SharedMemoryReceiver(sender.fd), log_path=log_path)
+        launch = partial(ServerThread, options, make_receiver(sender.receiver), log_path=log_path)
     else:
         python = find_python(engine.python)
-        launch = in_a_process(options, python=python, weights_fd=sender.fd, log_path=log_path)
+        launch = in_a_process(
+            options, python=python, weights=sender.receiver, inherit=sender.inherit, log_path=log_path
+        )
     return VllmEngine(
         engine,
         sender,
@@ -211,14 +229,19 @@ def _on_over_optimisation(config: RunConfig) -> Literal["warn", "stop"]:
 
 def _build_trainer(
     checked: Checked, policy: Policy
-) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights]:
+) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights | CarriedWeights]:
     """The trainer; with several processes also the engine's weights, copied before the model is split."""
     config = checked.config
     if config.parallel.world_size == 1:
         critic = load_critic(config, policy)
         return PolicyTrainer(policy.loaded, config.trainer, critic=critic, **_trainer_options(checked)), None
     Routers.of(policy.loaded.model, config.trainer)  # refuses what this model cannot have, before any process starts
-    carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
+    carrier: StreamedWeights | CarriedWeights
+    if isinstance(config.engine, VllmEngineConfig) or config.engine.carrier.type == "memory":
+        carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
+    else:
+        sender = make_sender(config.engine.carrier, config.run_dir / "weights")
+        carrier = CarriedWeights(policy.loaded.model, PolicyVersion(0, 0), make_receiver(sender.receiver), sender)
     followers = Followers(config)
     try:
         with followers.explained():
@@ -312,7 +335,7 @@ def _connect(
     checked: Checked,
     policy: Policy,
     trainer: PolicyTrainer | LeadingTrainer,
-    carrier: StreamedWeights | None,
+    carrier: StreamedWeights | CarriedWeights | None,
     supervised: SupervisedStream | None,
     record: Record,
     checkpoint: Checkpoint | None,

@@ -29,7 +29,8 @@ from headrace.testing import SMALL_ALPHABET, tiny_model, tiny_tokenizer
 from headrace.types import Generation, GenerationRequest, PolicyVersion, Sampling, VersionSpan
 from headrace.weights.checksums import checksums, named_parameters
 from headrace.weights.inprocess import WeightUpdateError
-from headrace.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from headrace.weights.receivers import make_receiver
+from headrace.weights.senders import make_sender
 
 VOCAB = len(tiny_tokenizer()) - 5
 """Fewer than the model has rows: the rest is padding, and may never be drawn."""
@@ -79,7 +80,8 @@ def make_vllm(
     """``program``: of a server, ``load``: of a thread, where a test takes something out."""
     python = vllm_python()  # first: whoever skips leaves nothing open
     options = {"max_batch_size": 4, "kv_cache_bytes": 1 << 27, "num_threads": 1, "start_deadline_s": 200.0, **config}
-    engine, sender = VllmEngineConfig(**options), SharedMemorySender()
+    engine = VllmEngineConfig(**options)
+    sender = make_sender(engine.carrier, folder / "weights")
     backend = backend_options(
         engine,
         model=save_config(model, folder),
@@ -89,9 +91,16 @@ def make_vllm(
         adapter=adapter,
     )
     log_path = folder / "engine.log"
-    launch: Launch = partial(ServerThread, backend, SharedMemoryReceiver(sender.fd), log_path=log_path, load=load)
+    launch: Launch = partial(ServerThread, backend, make_receiver(sender.receiver), log_path=log_path, load=load)
     if MODE == "server":
-        launch = in_a_process(backend, python=python, weights_fd=sender.fd, log_path=log_path, program=program)
+        launch = in_a_process(
+            backend,
+            python=python,
+            weights=sender.receiver,
+            inherit=sender.inherit,
+            log_path=log_path,
+            program=program,
+        )
     return VllmEngine(
         engine,
         sender,

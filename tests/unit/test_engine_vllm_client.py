@@ -34,11 +34,16 @@ class Sender:
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        self.fd = self.file.fileno()
+        self.inherit = (self.file.fileno(),)
+        self.receiver = {"type": "scripted"}
         self.refuse = False
+        self.num_transfers = 0
 
     def send(self, update: WeightUpdate, base: PolicyVersion | None) -> dict[str, Any]:
         return {"version": update.version, "base": base, "refuse": self.refuse}
+
+    def transfer(self) -> None:
+        self.num_transfers += 1
 
     def close(self) -> None:
         self.file.close()
@@ -55,7 +60,14 @@ def make(fault: str = "well", python: str = sys.executable, **config: Any) -> Vl
         engine,
         sender,
         WeightUpdate(version=V0),
-        in_a_process(options, python=Path(python), weights_fd=sender.fd, log_path=None, program=SERVER),
+        in_a_process(
+            options,
+            python=Path(python),
+            weights=sender.receiver,
+            inherit=sender.inherit,
+            log_path=None,
+            program=SERVER,
+        ),
         vocab_size=VOCAB,
         decode=lambda ids: "".join(chr(97 + i) for i in ids),
         max_context=64,

@@ -169,7 +169,9 @@ def test_a_full_disk_is_one_clear_error(ends: Ends, monkeypatch: pytest.MonkeyPa
 
 def test_an_update_without_tensors_is_refused(ends: Ends) -> None:
     """I20: an engine in another process cannot share storage."""
-    with pytest.raises(WeightUpdateError, match="came without tensors, but this engine runs in another process"):
+    with pytest.raises(
+        WeightUpdateError, match="came without tensors, but this engine does not share the trainer's storage"
+    ):
         ends.sender.send(WeightUpdate(version=V1), None)
 
 

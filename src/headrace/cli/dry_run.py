@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.config.carriers import DeltaCarrierConfig, FileCarrierConfig
 from headrace.config.critic import CriticConfig
 from headrace.config.dump import dump_toml
 from headrace.config.engines import VllmEngineConfig
@@ -98,7 +99,7 @@ def _critic(critic: CriticConfig) -> str:
 
 def _engine(config: RunConfig) -> str:
     if not isinstance(config.engine, VllmEngineConfig):
-        return f"{config.engine.type}, in the trainer's process, {config.engine.weights} weights"
+        return f"{config.engine.type}, in the trainer's process, {config.engine.weights} weights{_carrier(config)}"
     try:
         if config.engine.mode == "in_process":
             check_this_python()
@@ -106,7 +107,15 @@ def _engine(config: RunConfig) -> str:
         python = find_python(config.engine.python)
     except HeadraceError as error:
         return f"MISSING: {error}"
-    return f"vllm, a server in a process of its own ({python}); weights travel through shared memory"
+    return f"vllm, a server in a process of its own ({python}); weights travel{_carrier(config) or ' by shared memory'}"
+
+
+def _carrier(config: RunConfig) -> str:
+    """How weights travel, where the configuration says."""
+    carrier = config.engine.carrier
+    if isinstance(carrier, FileCarrierConfig | DeltaCarrierConfig):
+        return f" by {carrier.type}, in {carrier.path or config.run_dir / 'weights'}"
+    return "" if carrier.type == "memory" else f" by {carrier.type} ({carrier.backend})"
 
 
 def _evaluation(config: RunConfig, num_held_out: int) -> str:

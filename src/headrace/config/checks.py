@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from headrace.config.base import Section
 from headrace.config.critic import SharedCriticConfig
-from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
+from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig, carrier_problems
 from headrace.config.load import config_error
 from headrace.config.schema import (
     ArithmeticTasks,
@@ -93,8 +93,13 @@ def _synchronous(config: RunConfig) -> Iterator[str]:
     why = "rollout.max_staleness is 0, so weights never change while requests run"
     for name in _set(config.engine, "kv_policy"):
         yield f"engine.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
-    if isinstance(config.engine, TransformersEngineConfig) and config.engine.weights == "copy":
+    engine = config.engine
+    if isinstance(engine, TransformersEngineConfig) and engine.weights == "copy" and engine.carrier.type == "memory":
         yield f'engine.weights = "copy" has no effect but memory: {why}; use "shared" or raise rollout.max_staleness'
+
+
+def _carrier(config: RunConfig) -> Iterator[str]:
+    return carrier_problems(config.engine, config.parallel.world_size)
 
 
 def _groups(config: RunConfig) -> Iterator[str]:
@@ -408,6 +413,7 @@ def _monitor(config: RunConfig) -> Iterator[str]:
 
 _CHECKS = (
     _synchronous,
+    _carrier,
     _groups,
     _sampling,
     _vllm,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from headrace.config.base import Section
+from headrace.config.carriers import CarrierConfig, MemoryCarrierConfig
 
 
 class TransformersEngineConfig(Section):
@@ -25,6 +27,8 @@ class TransformersEngineConfig(Section):
     weights: Literal["shared", "copy"] = "shared"
     """``shared``: nothing is copied, and decoding waits from a batch's first optimizer step until its publish.
     ``copy``: the engine holds its own weights and keeps decoding during all of a batch's steps."""
+    carrier: CarrierConfig = MemoryCarrierConfig()
+    """How weights reach the copy."""
     packed_weights: bool | None = None
     """Keep a second copy of the linear layers' weights, laid out for decoding (engines/packed.py). None: where that
     helps, which is float32 on a CPU; true is refused elsewhere."""
@@ -60,6 +64,8 @@ class VllmEngineConfig(Section):
     """Memory for keys and values. vLLM refuses to start where one request of ``max_context`` does not fit."""
     kv_policy: Literal["keep", "recompute"] = "keep"
     """What happens to the keys and values of running requests when weights change."""
+    carrier: CarrierConfig = MemoryCarrierConfig()
+    """How weights reach the server."""
     num_threads: int | None = Field(None, ge=1)
     """Torch threads of the server; None: all cores when synchronous, half of them when asynchronous."""
     start_deadline_s: float = Field(600.0, gt=0)
@@ -79,3 +85,19 @@ EngineConfig = Annotated[
     Annotated[TransformersEngineConfig, Tag("transformers")] | Annotated[VllmEngineConfig, Tag("vllm")],
     Discriminator(_engine_type),
 ]
+
+
+def carrier_problems(engine: EngineConfig, num_processes: int) -> Iterator[str]:
+    """Of ``engine.carrier`` beside the rest. ``num_processes``: of the trainer; several share no weights."""
+    is_here = isinstance(engine, TransformersEngineConfig) or engine.mode == "in_process"
+    if engine.shares_weights and num_processes == 1:
+        if "carrier" in engine.model_fields_set:
+            yield (
+                'engine.carrier has no effect: engine.weights = "shared", so nothing travels; set engine.weights = '
+                '"copy", or remove it'
+            )
+    elif engine.carrier.type == "broadcast" and is_here:
+        yield (
+            'engine.carrier.type = "broadcast" with an engine in the trainer\'s own process: there is nobody to '
+            'broadcast to; use "memory", or "file" or "delta" where others read them too'
+        )

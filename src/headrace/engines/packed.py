@@ -20,6 +20,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from headrace.model.linear import PLAIN
+
 _ROWS = 32
 """The number of rows that a layout is chosen for; it serves any number."""
 
@@ -31,7 +33,7 @@ def packed_view(model: nn.Module) -> nn.Module:
     view = copy.deepcopy(model, {id(thing): thing for thing in shared if thing is not None})
     for parent in list(view.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and can_pack(child.weight):
+            if isinstance(child, nn.Linear) and type(child) in PLAIN and can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child))
     return view.eval()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.errors import HeadraceError
+from headrace.model.linear import PLAIN
 
 
 class HeadError(HeadraceError):
@@ -53,7 +54,7 @@ class OutputHead:
 def head_of(model: PreTrainedModel) -> torch.nn.Linear:
     """The head's module. Raises HeadError where it is no plain linear layer."""
     linear: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if not isinstance(linear, torch.nn.Linear) or type(linear) is not torch.nn.Linear:
+    if not isinstance(linear, torch.nn.Linear) or type(linear) not in PLAIN:
         raise HeadError(
             f"the output head of {type(model).__name__} is a {type(linear).__name__}, not a plain linear layer; "
             "headrace computes logits in chunks by itself and cannot do that here (LoRA on the head is refused too)"

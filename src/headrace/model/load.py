@@ -30,6 +30,7 @@ from headrace.config.base import LoraConfig
 from headrace.errors import HeadraceError
 from headrace.model.attention import ATTENTION_NAME
 from headrace.model.head import output_head
+from headrace.model.linear import use_onednn
 from headrace.model.memory import PeakMemory
 from headrace.model.paths import resolve_model_path
 from headrace.model.routing import watch_routers
@@ -139,6 +140,7 @@ def prepare_model(
     # Parameters only: model.to(dtype) would round the rotary frequencies too, so that far positions get wrong angles.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
+    use_onednn(model)
     verify_model(model, output_head(model, len(tokenizer)))
     watch_routers(model)
     base = _add_adapter(model, lora, seed) if lora else None

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from headrace.model.attention import Routing
 from headrace.model.head import OutputHead, VocabShard
+from headrace.model.linear import onednn_serves, product
 from headrace.model.packing import PackedRow
 
 
@@ -176,7 +177,7 @@ class _ChunkedScores(torch.autograd.Function):
             del scored
             hidden_CD = hidden_UD[chunk.start : chunk.end]
             if grad_hidden is not None:
-                torch.mm(grad_CV, weight_VD, out=grad_hidden[chunk.start : chunk.end])
+                grad_hidden[chunk.start : chunk.end] = _product(grad_CV, weight_VD.t())
             if needs_weight:
                 grad_weight = (
                     grad_CV.t() @ hidden_CD if grad_weight is None else grad_weight.addmm_(grad_CV.t(), hidden_CD)
@@ -190,7 +191,7 @@ class _ChunkedScores(torch.autograd.Function):
 
 
 def _score(chunk: _Chunk, plan: _Plan, hidden_UD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> _Scored:
-    logits_CV = torch.nn.functional.linear(hidden_UD[chunk.start : chunk.end], weight_VD, bias_V)
+    logits_CV = _product(hidden_UD[chunk.start : chunk.end], weight_VD, bias_V)
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     if plan.scale != 1.0:
         logits_CV.mul_(plan.scale)
@@ -216,6 +217,13 @@ def _score(chunk: _Chunk, plan: _Plan, hidden_UD: Tensor, weight_VD: Tensor, bia
         normaliser_M[chunk.kept.token_M] = kept_normaliser_M
         entropies_M[chunk.kept.token_M] = kept_entropy_M
     return _Scored(chosen_M - normaliser_M, entropies_M, probability_CV, entropy_C, kept_probability_MK, slope_CV)
+
+
+def _product(input_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """[R, N]: input @ weight.T + bias, in the faster library."""
+    if onednn_serves(input_RK) and onednn_serves(weight_NK):
+        return product(input_RK, weight_NK, bias_N)
+    return torch.nn.functional.linear(input_RK, weight_NK, bias_N)
 
 
 def _total(part: Tensor, plan: _Plan, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -52,10 +52,14 @@ _SETTLE_ROUNDS = 3
 
 
 class WeightSender(Protocol):
-    """The sending half of a carrier; ``headrace.weights.shared_memory`` has one."""
+    """The sending half of a carrier; ``headrace.weights.carrier`` says more."""
 
     def send(self, update: WeightUpdate, base: PolicyVersion | None) -> dict[str, Any]:
         """Put all tensors where the server finds them; returns the manifest that says where. Blocks."""
+        ...
+
+    def transfer(self) -> None:
+        """What must run while the server takes them. Blocks for a bounded time."""
         ...
 
     def close(self) -> None: ...
@@ -274,8 +278,12 @@ class VllmEngine:
             raise self._make_update_error(
                 f"weights {update.version} are older than the engine's {self._version}; an engine never goes back"
             )
-        manifest = await self._thread.call(self._sender.send, update, None if is_first else self._version)
-        result = await self._call("update", manifest=manifest)
+        if update.manifest is not None:
+            result = await self._call("update", manifest=update.manifest)
+        else:
+            manifest = await self._thread.call(self._sender.send, update, None if is_first else self._version)
+            transfer = self._thread.call(self._sender.transfer)
+            result, _ = await asyncio.gather(self._call("update", manifest=manifest), transfer)
         self._version = update.version
         if result:  # else it is the update that it has already
             self._checksums = result["checksums"]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.config.engines import VllmEngineConfig
 from headrace.engines.vllm.process import ServerProcess
@@ -74,10 +74,15 @@ def backend_options(
 
 
 def in_a_process(
-    options: BackendOptions, *, python: Path, weights_fd: int, log_path: Path | None, program: Path = PROGRAM
+    options: BackendOptions,
+    *,
+    python: Path,
+    weights: Mapping[str, Any],
+    inherit: Sequence[int],
+    log_path: Path | None,
+    program: Path = PROGRAM,
 ) -> Launch:
-    """``weights_fd``: the open descriptor that the server inherits, of the carrier's sending half."""
-    command = [str(python), "-P", str(program), "--weights", str(weights_fd), "--options", json.dumps(asdict(options))]
-    return partial(
-        ServerProcess, command, inherit=[weights_fd], num_threads=options.num_threads or 1, log_path=log_path
-    )
+    """``weights`` and ``inherit``: of the carrier's sending half, ``receiver`` and ``inherit``."""
+    command = [str(python), "-P", str(program), "--weights", json.dumps(dict(weights))]
+    command += ["--options", json.dumps(asdict(options))]
+    return partial(ServerProcess, command, inherit=inherit, num_threads=options.num_threads or 1, log_path=log_path)
