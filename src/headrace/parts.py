@@ -191,8 +191,7 @@ class Parts:
         if self.shares_weights or update.buckets is not None:
             return update
         tensors = named_parameters(self.model)
-        if self.config.model.lora is not None and self.config.engine.type == "transformers":
-            # The base is frozen, and the engine copied it.
+        if self.config.model.lora is not None:  # the base is frozen, and the engine has it
             tensors = {name: tensor for name, tensor in tensors.items() if adapter_travels(name)}
         return WeightUpdate(version=update.version, tensors=tensors)
 

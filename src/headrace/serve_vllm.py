@@ -1,6 +1,6 @@
 """The program of a vLLM server. Started by ``engines.vllm.client`` with the Python that has vLLM, never by hand.
 
-``python -P serve_vllm.py --socket FD --weights JSON --options JSON``
+``python -P serve_vllm.py --socket FD --weights JSON --options JSON [--frozen JSON]``
 
 That Python has no headrace installed, and must not find the packages of the trainer's. So this file gives it the
 package names that it needs, without running what their ``__init__`` imports: from then on, ``headrace.weights`` is the
@@ -31,6 +31,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="serve_vllm")
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--weights", type=json.loads, required=True)
+    parser.add_argument("--frozen", type=json.loads)
     parser.add_argument("--options", required=True)
     parsed = parser.parse_args(arguments)
 
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> None:
         from headrace.engines.vllm.server.versions import load_backend
 
         reader = make_receiver(parsed.weights)
+        frozen = None if parsed.frozen is None else make_receiver(parsed.frozen)
         backend = load_backend(options)
     except Exception as error:
         connection.send({"event": "failed", "error": f"{type(error).__name__}: {error}"})
@@ -52,6 +54,7 @@ def main(arguments: list[str]) -> None:
         connection,
         backend,
         reader,
+        frozen=frozen,
         max_batch_size=options.max_batch_size,
         recompute=options.recompute,
     ).run()

@@ -27,7 +27,7 @@ from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.embedded import TransformersEngine
-from headrace.engines.vllm.client import VllmEngine
+from headrace.engines.vllm.client import Frozen, VllmEngine
 from headrace.engines.vllm.in_process import ServerThread
 from headrace.engines.vllm.launch import Launch, backend_options, in_a_process
 from headrace.engines.vllm.server.backend import AdapterOptions
@@ -67,6 +67,7 @@ from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdat
 from headrace.weights.parameters import adapter_travels, all_travel
 from headrace.weights.receivers import make_receiver
 from headrace.weights.senders import make_sender
+from headrace.weights.shared_memory import SharedMemorySender
 from headrace.weights.streamed import StreamedWeights
 
 NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40}
@@ -131,6 +132,12 @@ def _build_vllm(
     engine = engine.model_copy(update={"num_threads": engine_threads})
     model = carrier.model if carrier is not None else policy.loaded.model
     sender = make_sender(engine.carrier, config.run_dir / "weights")
+    tensors, once, frozen = named_parameters(model), None, None
+    if config.model.lora is not None:
+        base = {name: tensor for name, tensor in tensors.items() if not adapter_travels(name)}
+        tensors = {name: tensor for name, tensor in tensors.items() if adapter_travels(name)}
+        once = SharedMemorySender()
+        frozen = Frozen(once, WeightUpdate(version=version, tensors=base))
     options = backend_options(
         engine,
         model=Path(resolve_model_path(config.model.path)).expanduser(),
@@ -141,17 +148,29 @@ def _build_vllm(
     )
     launch: Launch
     if engine.mode == "in_process":
-        launch = partial(ServerThread, options, make_receiver(sender.receiver), log_path=log_path)
+        launch = partial(
+            ServerThread,
+            options,
+            make_receiver(sender.receiver),
+            frozen=None if once is None else make_receiver(once.receiver),
+            log_path=log_path,
+        )
     else:
         python = find_python(engine.python)
         launch = in_a_process(
-            options, python=python, weights=sender.receiver, inherit=sender.inherit, log_path=log_path
+            options,
+            python=python,
+            weights=sender.receiver,
+            frozen=None if once is None else once.receiver,
+            inherit=sender.inherit if once is None else (*sender.inherit, *once.inherit),
+            log_path=log_path,
         )
     return VllmEngine(
         engine,
         sender,
-        WeightUpdate(version=version, tensors=named_parameters(model)),
+        WeightUpdate(version=version, tensors=tensors),
         launch,
+        frozen=frozen,
         vocab_size=policy.loaded.vocab_size,
         decode=policy.renderer.decode,
         max_context=policy.loaded.max_context,

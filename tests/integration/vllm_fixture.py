@@ -17,9 +17,9 @@ from loop_runs import small_data
 
 from headrace.config.engines import VllmEngineConfig
 from headrace.config.vllm_python import find_python
-from headrace.engines.vllm.client import VllmEngine
+from headrace.engines.vllm.client import Frozen, VllmEngine
 from headrace.engines.vllm.in_process import ServerThread
-from headrace.engines.vllm.launch import PROGRAM, Launch, backend_options, in_a_process
+from headrace.engines.vllm.launch import PROGRAM, backend_options, in_a_process
 from headrace.engines.vllm.server.backend import AdapterOptions, BackendOptions
 from headrace.engines.vllm.server.versions import load_backend
 from headrace.errors import ConfigError
@@ -29,8 +29,10 @@ from headrace.testing import SMALL_ALPHABET, tiny_model, tiny_tokenizer
 from headrace.types import Generation, GenerationRequest, PolicyVersion, Sampling, VersionSpan
 from headrace.weights.checksums import checksums, named_parameters
 from headrace.weights.inprocess import WeightUpdateError
+from headrace.weights.parameters import adapter_travels
 from headrace.weights.receivers import make_receiver
 from headrace.weights.senders import make_sender
+from headrace.weights.shared_memory import SharedMemorySender
 
 VOCAB = len(tiny_tokenizer()) - 5
 """Fewer than the model has rows: the rest is padding, and may never be drawn."""
@@ -91,26 +93,43 @@ def make_vllm(
         adapter=adapter,
     )
     log_path = folder / "engine.log"
-    launch: Launch = partial(ServerThread, backend, make_receiver(sender.receiver), log_path=log_path, load=load)
+    frozen = None
+    if adapter is not None:
+        base = {name: tensor for name, tensor in named_parameters(model).items() if not adapter_travels(name)}
+        frozen = Frozen(SharedMemorySender(), WeightUpdate(version=PolicyVersion(0, 0), tensors=base))
     if MODE == "server":
         launch = in_a_process(
             backend,
             python=python,
             weights=sender.receiver,
-            inherit=sender.inherit,
+            frozen=None if frozen is None else frozen.sender.receiver,
+            inherit=sender.inherit if frozen is None else (*sender.inherit, *frozen.sender.inherit),
             log_path=log_path,
             program=program,
+        )
+    else:
+        once = None if frozen is None else make_receiver(frozen.sender.receiver)
+        launch = partial(
+            ServerThread, backend, make_receiver(sender.receiver), frozen=once, log_path=log_path, load=load
         )
     return VllmEngine(
         engine,
         sender,
-        WeightUpdate(version=PolicyVersion(0, 0), tensors=named_parameters(model)),
+        WeightUpdate(version=PolicyVersion(0, 0), tensors=travelling(model)),
         launch,
+        frozen=frozen,
         vocab_size=vocab_size,
         decode=tiny_tokenizer().decode,
         max_context=256,
         make_update_error=WeightUpdateError,
     )
+
+
+def travelling(model: Any) -> dict[str, torch.nn.Parameter]:
+    """All parameters, or of a model with an adapter those of the adapter."""
+    parameters = named_parameters(model)
+    adapter = {name: parameter for name, parameter in parameters.items() if adapter_travels(name)}
+    return adapter or parameters
 
 
 class Session:
@@ -177,10 +196,10 @@ def perturb(model: Any, names: Sequence[str] | None = None, scale: float = 0.05,
 
 
 async def sync(engine: VllmEngine, model: Any, number: int) -> None:
-    """Pause, publish all of ``model`` as version 0.number, resume."""
+    """Pause, publish what travels of ``model`` as version 0.number, resume."""
     await engine.pause("keep")
     version = PolicyVersion(0, number)
-    await engine.update_weights(WeightUpdate(version=version, tensors=named_parameters(model)))
+    await engine.update_weights(WeightUpdate(version=version, tensors=travelling(model)))
     await engine.resume()
 
 

@@ -32,6 +32,9 @@ class Sender:
     def send(self, update: WeightUpdate, base: PolicyVersion | None) -> dict[str, Any]:
         return {"version": update.version, "base": base}
 
+    def transfer(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

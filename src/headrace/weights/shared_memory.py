@@ -97,6 +97,11 @@ class SharedMemorySender:
             return None
         return WeightUpdate(version=PolicyVersion(*self._latest["version"]), manifest=self._latest)
 
+    def release(self) -> None:
+        """Give the memory back. Only once no engine reads it any more: what still did would crash."""
+        os.ftruncate(self.fd, 0)
+        self._size, self._latest = 0, None
+
     def close(self) -> None:
         self._file.close()
 

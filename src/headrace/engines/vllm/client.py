@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.config.engines import VllmEngineConfig
@@ -65,6 +66,22 @@ class WeightSender(Protocol):
     def close(self) -> None: ...
 
 
+class FrozenSender(WeightSender, Protocol):
+    """Of weights that travel once."""
+
+    def release(self) -> None:
+        """Give the memory back: the server has taken them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The weights under an adapter: they travel once, before the first version, and are part of each."""
+
+    sender: FrozenSender
+    update: WeightUpdate
+
+
 class VllmEngine:
     """``protocols.Engine``. Call all methods from one event loop."""
 
@@ -75,16 +92,20 @@ class VllmEngine:
         initial: WeightUpdate,
         launch: Launch,
         *,
+        frozen: Frozen | None = None,
         vocab_size: int,
         decode: Callable[[Sequence[int]], str] | None = None,
         max_context: int,
         make_update_error: Callable[[str], HeadraceError] = EngineError,
     ) -> None:
         """``initial``: the weights to start with; its tensors are read when the server is up. ``launch`` starts it, see
-        ``engines.vllm.launch``. ``max_context``: of the model, where the configuration sets none."""
+        ``engines.vllm.launch``. ``frozen``: with an adapter, what ``initial`` and later updates do not bring.
+        ``max_context``: of the model, where the configuration sets none."""
         self._config = config
         self._sender = sender
         self._initial = initial
+        self._frozen = frozen
+        self._frozen_checksums: dict[str, str] = {}
         self._launch = launch
         self._vocab_size = vocab_size
         self._decode = decode
@@ -200,6 +221,8 @@ class VllmEngine:
             await self._server.end()
         self._thread.stop()
         self._sender.close()
+        if self._frozen is not None:
+            self._frozen.sender.close()
 
     # --------------------------------------------------------------------------------------------- start
 
@@ -225,6 +248,7 @@ class VllmEngine:
             ready = await self._within(self._ready, "to load the model", self._config.start_deadline_s)
             self._check_ready(ready)
             await self._call("pause")
+            await self._send_frozen()
             await self._update(self._initial, is_first=True)
             await check_semantics(self._probe, self._vocab_size)
             await self._call("resume")
@@ -235,6 +259,14 @@ class VllmEngine:
             failure = EngineError(f"the vLLM engine could not be started: {type(error).__name__}: {error}")
             self._fail(failure)
             raise failure from error
+
+    async def _send_frozen(self) -> None:
+        if self._frozen is None:
+            return
+        manifest = await self._thread.call(self._frozen.sender.send, self._frozen.update, None)
+        result = await self._call("frozen", manifest=manifest)
+        self._frozen_checksums = result["checksums"]
+        self._frozen.sender.release()
 
     def _check_ready(self, ready: Ready) -> None:
         problems = []
@@ -286,7 +318,7 @@ class VllmEngine:
             result, _ = await asyncio.gather(self._call("update", manifest=manifest), transfer)
         self._version = update.version
         if result:  # else it is the update that it has already
-            self._checksums = result["checksums"]
+            self._checksums = self._frozen_checksums | result["checksums"]
 
     async def _probe(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         handles = [self._register(request) for request in requests]

@@ -45,17 +45,19 @@ class ServerThread:
         options: BackendOptions,
         reader: WeightReader[Read],
         *,
+        frozen: WeightReader[Read] | None = None,
         log_path: Path | None = None,
         load: Callable[[BackendOptions], Backend] = load_backend,
     ) -> None:
-        """``log_path``: what vLLM logs; None: nowhere. Raises EngineError where this process holds a vLLM already."""
+        """``frozen``: see ``Server``. ``log_path``: what vLLM logs; None: nowhere. Raises EngineError where this
+        process holds a vLLM already."""
         if not _ONE_AT_A_TIME.acquire(blocking=False):
             raise EngineError("this process holds a vLLM already, and it can hold one; close that engine first")
         self.socket, theirs = socket.socketpair()
         self._log_path = log_path
         self._error = ""
         self._thread = threading.Thread(
-            target=self._serve, args=(theirs, options, reader, load), name="headrace-vllm", daemon=True
+            target=self._serve, args=(theirs, options, reader, frozen, load), name="headrace-vllm", daemon=True
         )
         self._thread.start()
 
@@ -89,6 +91,7 @@ class ServerThread:
         theirs: socket.socket,
         options: BackendOptions,
         reader: WeightReader[Read],
+        frozen: WeightReader[Read] | None,
         load: Callable[[BackendOptions], Backend],
     ) -> None:
         connection = Connection(theirs)
@@ -100,6 +103,7 @@ class ServerThread:
                 connection,
                 backend,
                 reader,
+                frozen=frozen,
                 max_batch_size=options.max_batch_size,
                 recompute=options.recompute,
                 leave=lambda code: None,

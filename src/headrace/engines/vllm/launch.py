@@ -78,11 +78,14 @@ def in_a_process(
     *,
     python: Path,
     weights: Mapping[str, Any],
+    frozen: Mapping[str, Any] | None = None,
     inherit: Sequence[int],
     log_path: Path | None,
     program: Path = PROGRAM,
 ) -> Launch:
-    """``weights`` and ``inherit``: of the carrier's sending half, ``receiver`` and ``inherit``."""
+    """``weights``: what the server makes the receiving half of its carrier of (the sending half's ``receiver``);
+    ``frozen``: of another one, for the weights under an adapter. ``inherit``: open descriptors of both."""
     command = [str(python), "-P", str(program), "--weights", json.dumps(dict(weights))]
     command += ["--options", json.dumps(asdict(options))]
+    command += [] if frozen is None else ["--frozen", json.dumps(dict(frozen))]
     return partial(ServerProcess, command, inherit=inherit, num_threads=options.num_threads or 1, log_path=log_path)

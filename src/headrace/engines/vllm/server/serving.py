@@ -110,15 +110,18 @@ class Server(Generic[Read]):
         backend: Backend,
         reader: WeightReader[Read],
         *,
+        frozen: WeightReader[Read] | None = None,
         max_batch_size: int,
         recompute: bool,
         leave: Callable[[int], Any] = os._exit,
         rest: Callable[[], Any] = lambda: None,
     ) -> None:
-        """``rest`` is called before each wait for something to do."""
+        """``frozen``: of the weights under an adapter, which come once. ``rest`` is called before each wait for
+        something to do."""
         self._connection = connection
         self._backend = backend
         self._reader = reader
+        self._frozen = frozen
         self._max_batch_size = max_batch_size
         self._recompute = recompute
         self._leave = leave
@@ -133,7 +136,7 @@ class Server(Generic[Read]):
         self._broken = ""
         """Why the weights are of no version: an update failed half way."""
         self._step_started_s: float | None = None
-        self._loaded: Mapping[str, str] = {}
+        self._loaded: dict[str, str] = {}
         """Checksums of what was loaded last."""
 
     @property
@@ -205,7 +208,9 @@ class Server(Generic[Read]):
         elif operation == "probe":
             self._probe(message)
         elif operation == "update":
-            self._update(message)
+            self._update(message, self._reader)
+        elif operation == "frozen" and self._frozen is not None:
+            self._update(message, self._frozen)
         else:
             raise ValueError(f"the client asked for {operation!r}, which this server does not know")
 
@@ -273,14 +278,14 @@ class Server(Generic[Read]):
             self._waiting, self._running = waiting, running
         self._answer(message, {})
 
-    def _update(self, message: Message) -> None:
+    def _update(self, message: Message, reader: WeightReader[Read]) -> None:
         """All tensors are checked before the first is loaded. What fails after that leaves weights of no version, which
         are not served: the next complete update mends it."""
         if not self._is_paused:
             self._refuse(message, "update_weights needs a paused engine: await pause() first", "engine")
             return
         try:
-            read = self._reader.read(message["manifest"])
+            read = reader.read(message["manifest"])
         except HeadraceError as error:
             self._refuse(message, str(error), "update")
             return
@@ -300,8 +305,8 @@ class Server(Generic[Read]):
             self._refuse(message, self._broken, "engine")
             return
         self._broken = ""
-        self._reader.commit(read)
-        self._loaded = read.checksums
+        reader.commit(read)
+        self._loaded |= read.checksums
         if self._recompute:
             self._counters["num_prefill_tokens"] += sum(sum(lengths) for lengths in self._running.values())
         self._answer(message, {"checksums": {**read.checksums, **served.stale}, "num_unchecked": len(served.unchecked)})
