@@ -2,7 +2,7 @@
 
 ``python -P serve_vllm.py --socket FD --weights JSON --options JSON [--frozen JSON]``
 
-That Python has no headrace installed, and must not find the packages of the trainer's. So this file gives it the
+That Python need not have headrace installed, and must not find the packages of the trainer's. So this file gives it the
 package names that it needs, without running what their ``__init__`` imports: from then on, ``headrace.weights`` is the
 folder beside it, and nothing more.
 """
