@@ -9,6 +9,7 @@ import copy
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -54,6 +55,7 @@ from headrace.record.run_dir import RunDirectory, collect_run_info
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.supervised import SupervisedStream
+from headrace.teacher import Teacher
 from headrace.trainer.crew import Followers, LeadingTrainer, join_run
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
@@ -227,12 +229,13 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
     limit = policy.loaded.max_context
     supervised = SupervisedStream.build(checked.conversations, config, policy.renderer, limit)
+    mixed = _Mixed(supervised=supervised, teacher=Teacher.load(config, policy.loaded))
     trainer, carrier = _build_trainer(checked, policy)
     try:
         run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
         try:
             record, checkpoint = _open_record(checked, trainer, run_dir, clock)
-            return _connect(checked, policy, trainer, carrier, supervised, record, checkpoint, clock)
+            return _connect(checked, policy, trainer, carrier, mixed, record, checkpoint, clock)
         except BaseException:
             run_dir.close()
             raise
@@ -285,7 +288,16 @@ def _trainer_options(checked: Checked) -> _TrainerOptions:
         "with_reference": checked.algorithm.needs.reference,
         "activation_checkpointing": config.model.activation_checkpointing,
         "activation_budget_bytes": config.model.activation_budget_bytes,
+        "beside": "" if config.teacher is None else "the teacher",
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mixed:
+    """What trains beside the rewards."""
+
+    supervised: SupervisedStream | None
+    teacher: Teacher | None
 
 
 class _TrainerOptions(TypedDict):
@@ -293,6 +305,7 @@ class _TrainerOptions(TypedDict):
     with_reference: bool
     activation_checkpointing: bool
     activation_budget_bytes: int | None
+    beside: str
 
 
 def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
@@ -355,7 +368,7 @@ def _connect(
     policy: Policy,
     trainer: PolicyTrainer | LeadingTrainer,
     carrier: StreamedWeights | CarriedWeights | None,
-    supervised: SupervisedStream | None,
+    mixed: _Mixed,
     record: Record,
     checkpoint: Checkpoint | None,
     clock: Clock,
@@ -397,7 +410,8 @@ def _connect(
         player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
         reward=checked.gold or checked.reward,
         gold_check=None if checked.gold is None else _gold_check(record.run_dir.path, trainer.version.number),
-        supervised=supervised,
+        supervised=mixed.supervised,
+        teacher=mixed.teacher,
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,

@@ -13,6 +13,7 @@ from pydantic import Field
 from headrace.config.base import LoraConfig, OptimizerSection, Section
 from headrace.config.critic import CriticConfig
 from headrace.config.engines import EngineConfig, TransformersEngineConfig
+from headrace.config.teacher import TeacherConfig
 
 # -------------------------------------------------------------------------------------------------- model
 
@@ -436,6 +437,7 @@ class RunConfig(Section):
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     gold: GoldConfig | None = None
     supervised_data: SupervisedDataConfig | None = None
+    teacher: TeacherConfig | None = None
     engine: EngineConfig = TransformersEngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
