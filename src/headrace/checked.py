@@ -15,7 +15,7 @@ from headrace.config.checks import AlgorithmTraits, check_config
 from headrace.config.critic import SeparateCriticConfig
 from headrace.config.engines import OpenAiEngineConfig, SglangEngineConfig, VllmEngineConfig
 from headrace.config.schema import RunConfig
-from headrace.config.vllm_python import find_python
+from headrace.config.vllm_python import check_this_python, find_python
 from headrace.engines.http import HttpClient, api_key
 from headrace.engines.openai import OpenAiEngine, make_client
 from headrace.engines.openai import check_before_work as check_openai
@@ -84,7 +84,10 @@ def check_before_work(config: RunConfig, *, trains: bool = True, asks_servers: b
         trains=trains,
     )
     if isinstance(config.engine, VllmEngineConfig):
-        find_python(config.engine.python)
+        if config.engine.mode == "in_process":
+            check_this_python()
+        else:
+            find_python(config.engine.python)
     if not isinstance(config.engine, OpenAiEngineConfig):  # whose model is the server's
         _check_layout(config)
     if config.parallel.world_size > 1 and algorithm.needs.prepare:

@@ -13,9 +13,10 @@ import torch
 
 from headrace.checked import check_before_work, load_policy
 from headrace.config.load import restore_config
+from headrace.engine_wiring import num_threads
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.trainer.crew import follow, join_run
-from headrace.wiring import build_parallel_trainer, num_threads
+from headrace.wiring import build_parallel_trainer
 
 
 def main(arguments: list[str]) -> None:

@@ -79,6 +79,8 @@ class WeightUpdate:
     tensors: Mapping[str, Tensor] | None = None
     buckets: Callable[[], Iterator[Mapping[str, Tensor]]] | None = None
     """Of a trainer of several processes: makes the whole tensors, a bounded number at a time. Take all of them."""
+    manifest: Mapping[str, Any] | None = None
+    """JSON: where a carrier has put them already (``headrace.weights.carrier``); then nothing else is read."""
 
 
 @runtime_checkable

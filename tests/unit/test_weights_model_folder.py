@@ -13,8 +13,8 @@ import torch
 
 from headrace.protocols import WeightUpdate
 from headrace.types import PolicyVersion
+from headrace.weights.carrier import WeightUpdateError
 from headrace.weights.checksums import checksum
-from headrace.weights.inprocess import WeightUpdateError
 from headrace.weights.model_folder import ModelFolders
 
 V0, V1, V2, V3 = (PolicyVersion(0, n) for n in range(4))

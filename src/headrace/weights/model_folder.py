@@ -22,8 +22,8 @@ from torch import Tensor
 
 from headrace.protocols import WeightUpdate
 from headrace.types import PolicyVersion
+from headrace.weights.carrier import WeightUpdateError, dtype_name, tensors_of
 from headrace.weights.checksums import checksum
-from headrace.weights.inprocess import WeightUpdateError
 
 FILE_BYTES = 1 << 30
 """Of one file; what is held in memory beside the trainer's weights."""
@@ -52,14 +52,14 @@ class ModelFolders:
         with self._lock:
             known = [m for m in self._written if m["version"] == list(update.version)]
             if known:
-                rows = [_row(name, tensor, "") for name, tensor in _tensors(update)]
+                rows = [_row(name, tensor, "") for name, tensor in tensors_of(update)]
                 same = next((m for m in known if _sums(m["tensors"]) == _sums(rows)), None)
                 if same is not None:
                     return same
                 if update.buckets is not None:  # they come once, and an engine refuses other bits under one version
                     return known[-1] | {"tensors": rows}
             number = f"-{len(known) + 1}" if known else ""
-            aside, source = self._root / f"{_ASIDE}{os.getpid()}-{update.version}{number}", _tensors(update)
+            aside, source = self._root / f"{_ASIDE}{os.getpid()}-{update.version}{number}", tensors_of(update)
             try:
                 path = self._root / f"version-{update.version}{number}"
                 manifest = {"version": list(update.version), **self._write(source, update.version, aside, path)}
@@ -117,19 +117,6 @@ class ModelFolders:
             )
 
 
-def _tensors(update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
-    if update.buckets is not None:
-        for bucket in update.buckets():
-            yield from bucket.items()
-    elif update.tensors is not None:
-        yield from update.tensors.items()
-    else:
-        raise WeightUpdateError(
-            f"weights {update.version} came without tensors, but this engine reads them from disk; publish with "
-            "tensors or buckets"
-        )
-
-
 def _in_files(tensors: Iterable[tuple[str, Tensor]], file_bytes: int) -> Iterator[dict[str, Tensor]]:
     """In the host's memory, each with storage of its own, as safetensors wants them."""
     together: dict[str, Tensor] = {}
@@ -145,7 +132,7 @@ def _in_files(tensors: Iterable[tuple[str, Tensor]], file_bytes: int) -> Iterato
 
 
 def _row(name: str, tensor: Tensor, file: str) -> list[Any]:
-    return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), file, checksum(tensor)]
+    return [name, dtype_name(tensor.dtype), list(tensor.shape), file, checksum(tensor)]
 
 
 def _sums(rows: list[list[Any]]) -> dict[str, str]:
