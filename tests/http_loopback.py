@@ -67,7 +67,9 @@ class Loopback:
                     await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
                     if not answer.done():
                         return
-                    _write(writer, answer.result())
+                    gone.cancel()  # before the client can send its next request, whose first byte this would take
+                    await asyncio.gather(gone, return_exceptions=True)
+                    _write(writer, _told(answer))
                     await writer.drain()
                 finally:
                     for waiting in (answer, gone):
@@ -114,6 +116,14 @@ async def loopback(handler: Handler) -> AsyncIterator[str]:
         yield server.url
     finally:
         await server.close()
+
+
+def _told(answer: asyncio.Future[Answer]) -> Answer:
+    """What a handler raised is told as a server's own failure, so that a test shows it."""
+    error = answer.exception()
+    if error is None or isinstance(error, HangUp):
+        return answer.result()
+    return Answer({"error": {"message": f"{type(error).__name__}: {error}"}}, 500)
 
 
 async def _read(reader: asyncio.StreamReader) -> Request | None:

@@ -5,6 +5,7 @@ Nothing is written and no model is loaded before everything that can be known to
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from headrace.config.checks import AlgorithmTraits, check_config
 from headrace.config.critic import SeparateCriticConfig
 from headrace.config.engines import OpenAiEngineConfig, SglangEngineConfig, VllmEngineConfig
 from headrace.config.schema import RunConfig
-from headrace.config.vllm_python import find_python
+from headrace.config.vllm_python import check_this_python, find_python
 from headrace.engines.http import HttpClient, api_key
 from headrace.engines.openai import OpenAiEngine, make_client
 from headrace.engines.openai import check_before_work as check_openai
@@ -60,9 +61,10 @@ class Policy:
     renderer: ChatRenderer
 
 
-def check_before_work(config: RunConfig, *, trains: bool = True) -> Checked:
-    """All that can be refused without loading a model. ``trains``: False for an evaluation. Raises ConfigError and its
-    kin, EngineError where a server that the configuration names is not what a run can build on."""
+def check_before_work(config: RunConfig, *, trains: bool = True, asks_servers: bool = True) -> Checked:
+    """All that can be refused without loading a model. ``trains``: False for an evaluation; ``asks_servers``: False in
+    processes beside the one that has asked. Raises ConfigError and its kin, EngineError where a server that the
+    configuration names is not what a run can build on."""
     algorithm = build_algorithm(
         config.algorithm,
         asynchronous=config.rollout.max_staleness > 0,
@@ -82,21 +84,12 @@ def check_before_work(config: RunConfig, *, trains: bool = True) -> Checked:
         trains=trains,
     )
     if isinstance(config.engine, VllmEngineConfig):
-        find_python(config.engine.python)
-    if isinstance(config.engine, SglangEngineConfig):
-        engine = config.engine
-        check_sglang(lambda: sglang_calls(engine), expected_server(config), engine.start_deadline_s)
-    if isinstance(config.engine, OpenAiEngineConfig):
-        served = config.engine, config.model.path
-        check_openai(lambda: make_openai_engine(*served))
-        folder = None  # its model is the server's
-    else:
-        folder = Path(resolve_model_path(config.model.path)).expanduser()
-    has_layout = config.parallel.world_size > 1 or config.model.activation_budget_bytes is not None
-    if folder is not None and folder.is_dir() and has_layout:
-        shape = ModelShape.of_folder(folder)
-        check_layout(config.parallel, shape)
-        recomputed_layers(config.parallel, shape, Pass.of(config))  # raises where the budget is too small
+        if config.engine.mode == "in_process":
+            check_this_python()
+        else:
+            find_python(config.engine.python)
+    if not isinstance(config.engine, OpenAiEngineConfig):  # whose model is the server's
+        _check_layout(config)
     if config.parallel.world_size > 1 and algorithm.needs.prepare:
         raise ConfigError(
             f"algorithm '{config.algorithm.preset}' chooses tokens or weights over a whole minibatch, which several "
@@ -133,16 +126,38 @@ def check_before_work(config: RunConfig, *, trains: bool = True) -> Checked:
             'teacher.stream = "distillation" trains without rewards; choose a preset without it, such as grpo'
         )
     conversations = read_supervised(config.supervised_data, splits.held_out)
+    if asks_servers:
+        _ask_servers(config)
     return Checked(
         config=config, splits=splits, algorithm=algorithm, reward=reward, gold=gold, conversations=conversations
     )
 
 
-def sglang_calls(engine: SglangEngineConfig) -> SglangCalls:
-    """A client of the server that the configuration names. Raises ConfigError where its key is not there."""
+def _check_layout(config: RunConfig) -> None:
+    """Does the model fit into the processes that were asked for?"""
+    folder = Path(resolve_model_path(config.model.path)).expanduser()
+    if folder.is_dir() and (config.parallel.world_size > 1 or config.model.activation_budget_bytes is not None):
+        shape = ModelShape.of_folder(folder)
+        check_layout(config.parallel, shape)
+        recomputed_layers(config.parallel, shape, Pass.of(config))  # raises where the budget is too small
+
+
+def _ask_servers(config: RunConfig) -> None:
+    """Last, for a server that is being started may take its time to answer."""
+    engine = config.engine
+    if isinstance(engine, SglangEngineConfig):
+        expected = expected_server(config)
+        for url in engine.urls:
+            check_sglang(functools.partial(sglang_calls, engine, url), expected, engine.start_deadline_s)
+    elif isinstance(engine, OpenAiEngineConfig):
+        check_openai(functools.partial(make_openai_engine, engine, config.model.path))
+
+
+def sglang_calls(engine: SglangEngineConfig, url: str) -> SglangCalls:
+    """A client of one server that the configuration names. Raises ConfigError where its key is not there."""
     key = api_key(engine.api_key_variable)
     name, variable = "the SGLang server", engine.api_key_variable
-    return SglangCalls(HttpClient(engine.url, name=name, key=key, key_variable=variable, use_proxies=False))
+    return SglangCalls(HttpClient(url, name=name, key=key, key_variable=variable, use_proxies=False))
 
 
 def make_openai_engine(engine: OpenAiEngineConfig, model: str) -> OpenAiEngine:

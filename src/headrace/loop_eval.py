@@ -15,6 +15,7 @@ from headrace.config.load import load_config
 from headrace.config.prompts import check_prompts
 from headrace.config.schema import RunConfig
 from headrace.control.watchdog import Watchdog
+from headrace.engine_wiring import build_engine
 from headrace.errors import ConfigError
 from headrace.evaluation.render import comparison_table, result_table
 from headrace.evaluation.result import EvaluationResult, compare
@@ -25,7 +26,7 @@ from headrace.record.recorded_config import recorded_config
 from headrace.record.run_dir import read_run_info
 from headrace.trainer.weights import restore_model
 from headrace.types import PolicyVersion
-from headrace.wiring import build_engine, build_player
+from headrace.wiring import build_player
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

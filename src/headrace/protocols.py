@@ -79,6 +79,8 @@ class WeightUpdate:
     tensors: Mapping[str, Tensor] | None = None
     buckets: Callable[[], Iterator[Mapping[str, Tensor]]] | None = None
     """Of a trainer of several processes: makes the whole tensors, a bounded number at a time. Take all of them."""
+    manifest: Mapping[str, Any] | None = None
+    """JSON: where a carrier has put them already (``headrace.weights.carrier``); then nothing else is read."""
 
 
 @runtime_checkable
@@ -150,6 +152,11 @@ class ChatReply:
 class ChatEngine(Protocol):
     """Text in, text out: somebody's server. What it sampled is not known by ids, nor with which probability, so an
     episode that it plays has no trace: it can be evaluated or judge others, and is never trained."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Always the same: what the server has is not ours to number."""
+        ...
 
     async def chat(self, request: ChatRequest) -> ChatReply: ...
 

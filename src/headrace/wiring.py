@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,38 +18,31 @@ from headrace.checked import (
     Checked,
     Policy,
     check_before_work,
-    expected_server,
     load_critic,
     load_policy,
-    sglang_calls,
 )
 from headrace.cluster.ray_followers import RayFollowers
 from headrace.cluster.workers import Workers
-from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig, VllmEngineConfig
+from headrace.config.engines import TransformersEngineConfig
 from headrace.config.load import resolved
 from headrace.config.prompts import check_prompts
-from headrace.config.remote_checks import NO_TRAINING
 from headrace.config.schema import RunConfig
-from headrace.config.vllm_python import find_python
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
-from headrace.engines.embedded import TransformersEngine
-from headrace.engines.sglang.engine import SglangEngine
-from headrace.engines.vllm.client import VllmEngine
+from headrace.engine_wiring import build_engine, num_threads
 from headrace.environments.registry import make_environment
 from headrace.environments.runner import EpisodeRunner
 from headrace.errors import ConfigError
 from headrace.evaluation.gold import GoldCheck, recorded_evaluations
 from headrace.model.parallel.mesh import ParallelMesh
-from headrace.model.paths import resolve_model_path
 from headrace.monitor.fanout import build_sinks
 from headrace.monitor.health import HealthMonitor
 from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
 from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
-from headrace.protocols import ChatEngine, Clock, Engine, Environment, Reward, WeightUpdate
+from headrace.protocols import ChatEngine, Clock, Engine, Environment, Reward
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.ledger_store import LedgerStore
@@ -68,101 +60,15 @@ from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling, Task
 from headrace.weights.canary import NUM_PROBE_TOKENS, Canary
+from headrace.weights.carried import CarriedWeights
 from headrace.weights.checksums import checksum, checksums, named_parameters
-from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
-from headrace.weights.model_folder import ModelFolders
-from headrace.weights.shared_memory import SharedMemorySender
+from headrace.weights.receivers import make_receiver
+from headrace.weights.senders import make_sender
 from headrace.weights.streamed import StreamedWeights
 
 NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40, "sglang": 72}
 """By engine. Prefix caches find whole blocks of tokens (vLLM's of 32, SGLang's of 64 at most), so a shorter prompt
 would never be found in them."""
-
-
-def num_threads(config: RunConfig) -> tuple[int, int]:
-    """(engine, trainer): all cores each where they take turns or the engine has its own machine, half each where they
-    run at the same time; divided by the processes of the run."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    takes_turns = config.rollout.max_staleness == 0 or isinstance(config.engine, SglangEngineConfig)  # elsewhere
-    shares = config.parallel.world_size if takes_turns else 2 * config.parallel.world_size
-    default = max(1, num_cores // shares)
-    return config.engine.num_threads or default, config.trainer.num_threads or default
-
-
-def build_engine(
-    config: RunConfig,
-    policy: Policy,
-    version: PolicyVersion,
-    carrier: StreamedWeights | None = None,
-    log_path: Path | None = None,
-) -> TransformersEngine | VllmEngine | SglangEngine:
-    """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes;
-    ``log_path``: for what an engine in another process prints."""
-    engine_threads, _ = num_threads(config)
-    if isinstance(config.engine, VllmEngineConfig):
-        return _build_vllm(config, config.engine, policy, version, carrier, log_path)
-    if isinstance(config.engine, SglangEngineConfig):
-        return _build_sglang(config, config.engine, policy, version, carrier)
-    if not isinstance(config.engine, TransformersEngineConfig):
-        raise ConfigError(NO_TRAINING)
-    make_carrier = SharedWeights if config.engine.shares_weights else CopiedWeights
-    return TransformersEngine(
-        carrier or make_carrier(policy.loaded.model, version),
-        config.engine.model_copy(update={"num_threads": engine_threads}),
-        vocab_size=policy.loaded.vocab_size,
-        decode=policy.renderer.decode,
-        record_routing=config.trainer.router_replay,
-    )
-
-
-def _build_vllm(
-    config: RunConfig,
-    engine: VllmEngineConfig,
-    policy: Policy,
-    version: PolicyVersion,
-    carrier: StreamedWeights | None,
-    log_path: Path | None,
-) -> VllmEngine:
-    """It starts from the weights of ``carrier``, else from the trainer's own: they are read at the first call, which
-    the loop makes before any optimizer step."""
-    engine_threads, _ = num_threads(config)
-    model = carrier.model if carrier is not None else policy.loaded.model
-    return VllmEngine(
-        engine.model_copy(update={"num_threads": engine_threads}),
-        SharedMemorySender(),
-        WeightUpdate(version=version, tensors=named_parameters(model)),
-        python=find_python(engine.python),
-        model=Path(resolve_model_path(config.model.path)).expanduser(),
-        dtype=config.model.dtype,
-        vocab_size=policy.loaded.vocab_size,
-        decode=policy.renderer.decode,
-        max_context=policy.loaded.max_context,
-        log_path=log_path,
-        make_update_error=WeightUpdateError,
-    )
-
-
-def _build_sglang(
-    config: RunConfig,
-    engine: SglangEngineConfig,
-    policy: Policy,
-    version: PolicyVersion,
-    carrier: StreamedWeights | None,
-) -> SglangEngine:
-    """A client of the server; its weights start from the trainer's, as for vLLM."""
-    model = carrier.model if carrier is not None else policy.loaded.model
-    folder = Path(resolve_model_path(config.model.path)).expanduser()
-    expected = replace(expected_server(config), max_context=engine.max_context or policy.loaded.max_context)
-    return SglangEngine(
-        engine,
-        sglang_calls(engine),
-        ModelFolders((engine.weights_path or config.run_dir / "weights").expanduser(), folder),
-        WeightUpdate(version=version, tensors=named_parameters(model)),
-        expected=expected,
-        vocab_size=policy.loaded.vocab_size,
-        decode=policy.renderer.decode,
-        make_update_error=WeightUpdateError,
-    )
 
 
 def build_player(
@@ -233,14 +139,20 @@ def _on_over_optimisation(config: RunConfig) -> Literal["warn", "stop"]:
 
 def _build_trainer(
     checked: Checked, policy: Policy, workers: Workers | None
-) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights]:
+) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights | CarriedWeights]:
     """The trainer; with several processes also the engine's weights, copied before the model is split."""
     config = checked.config
     if config.parallel.world_size == 1:
         critic = load_critic(config, policy)
         return PolicyTrainer(policy.loaded, config.trainer, critic=critic, **_trainer_options(checked)), None
     Routers.of(policy.loaded.model, config.trainer)  # refuses what this model cannot have, before any process starts
-    carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
+    carrier: StreamedWeights | CarriedWeights
+    engine = config.engine
+    if not isinstance(engine, TransformersEngineConfig) or engine.carrier.type == "memory":
+        carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
+    else:
+        sender = make_sender(engine.carrier, config.run_dir / "weights")
+        carrier = CarriedWeights(policy.loaded.model, PolicyVersion(0, 0), make_receiver(sender.receiver), sender)
     followers: Crew
     if workers is not None and workers.ray_carrier is not None:
         followers = RayFollowers(workers.ray_carrier, workers.journal, resolved(config), config.parallel.world_size)
@@ -349,7 +261,7 @@ def _connect(
     checked: Checked,
     policy: Policy,
     trainer: PolicyTrainer | LeadingTrainer,
-    carrier: StreamedWeights | None,
+    carrier: StreamedWeights | CarriedWeights | None,
     beside: _Beside,
     record: Record,
     checkpoint: Checkpoint | None,

@@ -69,8 +69,8 @@ def server(**options: Any) -> ModelSglang:
 
 def run_file(folder: Path, url: str, **sections: Any) -> Path:
     base: dict[str, Any] = {
-        "engine": {"type": "sglang", "url": url, "start_deadline_s": 2.0},
-        "trainer": {"num_batches": 3},
+        "engine": {"type": "sglang", "urls": [url], "start_deadline_s": 2.0},
+        "trainer": {"num_batches": 3, "schedule": {"type": "constant"}},
         "rollout": {"groups_per_batch": 2, "group_size": 4},
     }
     for section, values in sections.items():
@@ -163,7 +163,7 @@ def test_a_server_that_dies_ends_the_run_and_a_resume_goes_on(
         assert main(["train", str(file)]) != 0
     assert "headrace resume" in capsys.readouterr().err
     with in_thread(lambda: serving(server())) as url:
-        assert main(["resume", str(tmp_path / "run"), f"--engine.url={url}"]) == 0
+        assert main(["resume", str(tmp_path / "run"), f'--engine.urls=["{url}"]']) == 0
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) >= 4
 
 

@@ -23,7 +23,7 @@ from headrace.environments.runner import EpisodeRunner
 from headrace.environments.single_turn import SingleTurn
 from headrace.errors import ConfigError
 from headrace.protocols import ChatEngine, ChatReply, ChatRequest, Engine
-from headrace.types import AttemptKey, Group, Outcome, Sampling, Score, Task
+from headrace.types import AttemptKey, Group, Outcome, PolicyVersion, Sampling, Score, Task
 
 Steps = Callable[[OpenAiEngine, ScriptedOpenAi], Awaitable[Any]]
 TASK = Task(id="t", messages=({"role": "user", "content": "3 * 4 ="},), answer="12")
@@ -171,6 +171,8 @@ class Scripted:
     def __init__(self, *replies: ChatReply | Exception) -> None:
         self.replies = list(replies)
         self.requests: list[ChatRequest] = []
+
+    version = PolicyVersion(0, 0)
 
     async def chat(self, request: ChatRequest) -> ChatReply:
         self.requests.append(request)

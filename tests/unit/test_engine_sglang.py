@@ -76,7 +76,7 @@ def run(tmp_path: Path, steps: Steps, server: ScriptedSglang | None = None, **co
 
     async def main() -> None:
         async with serving(server) as url:
-            settings = SglangEngineConfig(url=url, start_deadline_s=0.4, **config)
+            settings = SglangEngineConfig(urls=(url,), start_deadline_s=0.4, **config)
             folder = Folder(tmp_path)
             client = HttpClient(url, name="the SGLang server", use_proxies=False)
             engine = SglangEngine(
@@ -335,6 +335,23 @@ def test_a_probe_runs_alone_whatever_an_in_place_pause_holds(tmp_path: Path, top
     run(tmp_path, steps, ScriptedSglang(by_hand=True), kv_policy="keep")
 
 
+def test_a_reply_that_is_lost_half_way_tells_what_had_come(tmp_path: Path) -> None:
+    """An episode outlives its engine: another one can go on with these tokens."""
+
+    async def steps(engine: SglangEngine, server: ScriptedSglang, folder: Folder) -> None:
+        request = asked(max_new_tokens=12)
+        [task] = await begun(engine, server, request, num=5)
+        await engine.pause("keep")
+        server.fault = "hangs-up"
+        await engine.resume()
+        with pytest.raises(EngineError, match="hung up") as caught:
+            await task
+        assert caught.value.partial is not None
+        assert_drawn(request, caught.value.partial, [0] * 6)
+
+    run(tmp_path, steps, ScriptedSglang(by_hand=True))
+
+
 def test_abort_returns_what_the_server_hands_back(tmp_path: Path) -> None:
     """One of two, and its neighbour goes on; unknown ids are ignored; SGLang aborts by prefix, so names have one
     length."""
@@ -494,12 +511,13 @@ def test_memory_is_released_and_weights_must_come_back_before_anything_is_served
     async def steps(engine: SglangEngine, server: ScriptedSglang, folder: Folder) -> None:
         await engine.start()
         with pytest.raises(EngineError, match="release needs a paused engine"):
-            await engine.release("weights")
+            await engine.release()
         await engine.pause("keep")
-        await engine.release("kv")
-        await engine.release("weights")
-        await engine.acquire("weights")
-        await engine.acquire("kv")
+        await engine.release(["kv"])
+        await engine.release(["weights"])
+        with pytest.raises(EngineError, match="has released memory"):
+            await engine.probe([probe()])
+        await engine.acquire()
         with pytest.raises(EngineError, match="holds no weights since"):
             await engine.probe([probe()])
         await engine.update_weights(update(V0))
@@ -509,8 +527,7 @@ def test_memory_is_released_and_weights_must_come_back_before_anything_is_served
     assert [route for route in server.seen if "memory" in route] == [
         "/release_memory_occupation ['kv_cache']",
         "/release_memory_occupation ['weights']",
-        "/resume_memory_occupation ['weights']",
-        "/resume_memory_occupation ['kv_cache']",
+        "/resume_memory_occupation ['weights', 'kv_cache']",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 
 from headrace.protocols import WeightUpdate
 from headrace.types import PolicyVersion
+from headrace.weights.carrier import WeightUpdateError
 from headrace.weights.checksums import checksum
-from headrace.weights.inprocess import WeightUpdateError
 from headrace.weights.model_folder import ModelFolders
 
 V0, V1, V2, V3 = (PolicyVersion(0, n) for n in range(4))
@@ -56,12 +57,16 @@ def test_a_version_is_a_folder_that_anybody_can_read(tmp_path: Path, file_bytes:
 
 
 def test_the_same_version_is_written_once_and_looked_at_again(tmp_path: Path) -> None:
-    """The engine is told the checksums of what it was given this time, so that other bits under one name are seen."""
+    """Other bits under one version get a folder of their own, so that nobody who reads the first loses it; an engine
+    that holds the version refuses them."""
     folders = ModelFolders(tmp_path)
     first = folders.send(update(V1, 2.0), None)
     inode = (Path(first["path"]) / "model-00000.safetensors").stat().st_ino
     assert [r[-1] for r in folders.send(update(V1, 2.0), None)["tensors"]] == [r[-1] for r in first["tensors"]]
-    assert [r[-1] for r in folders.send(update(V1, 3.0), None)["tensors"]] != [r[-1] for r in first["tensors"]]
+    other = folders.send(update(V1, 3.0), None)
+    assert other["path"].endswith("version-0.1-2") and torch.equal(read(other["path"])["c"], torch.full((4, 6), 3.0))
+    buckets = WeightUpdate(version=V1, buckets=lambda: iter([tensors(4.0)]))
+    assert folders.send(buckets, None)["path"] == other["path"]
     assert (Path(first["path"]) / "model-00000.safetensors").stat().st_ino == inode
 
 
@@ -86,6 +91,16 @@ def test_a_full_disk_leaves_nothing_half_done(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
+    taken: list[str] = []
+
+    def buckets() -> Iterator[dict[str, torch.Tensor]]:
+        for name in ("a", "b", "c"):
+            taken.append(name)
+            yield {name: torch.ones(3)}
+
+    with pytest.raises(WeightUpdateError, match="No space left"):
+        ModelFolders(tmp_path, file_bytes=1).send(WeightUpdate(version=V1, buckets=buckets), None)
+    assert taken == ["a", "b", "c"], "other processes wait for each bucket"
     with pytest.raises(
         WeightUpdateError, match=r"weights 0\.1 could not be written .*No space left on device.*Nothing has"
     ):

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from headrace.config.base import Section
 from headrace.config.cluster_checks import cluster_problems
 from headrace.config.critic import SharedCriticConfig
-from headrace.config.engines import OpenAiEngineConfig, TransformersEngineConfig, VllmEngineConfig
+from headrace.config.engine_checks import NO_TRAINING, engine_problems
+from headrace.config.engines import OpenAiEngineConfig, TransformersEngineConfig
 from headrace.config.load import config_error
-from headrace.config.remote_checks import NO_TRAINING, remote_engine_problems
 from headrace.config.schema import (
     ArithmeticTasks,
     DistillationConfig,
@@ -100,7 +100,8 @@ def _synchronous(config: RunConfig) -> Iterator[str]:
     why = "rollout.max_staleness is 0, so weights never change while requests run"
     for name in _set(config.engine, "kv_policy"):
         yield f"engine.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
-    if isinstance(config.engine, TransformersEngineConfig) and config.engine.weights == "copy":
+    engine = config.engine
+    if isinstance(engine, TransformersEngineConfig) and engine.weights == "copy" and engine.carrier.type == "memory":
         yield f'engine.weights = "copy" has no effect but memory: {why}; use "shared" or raise rollout.max_staleness'
 
 
@@ -152,23 +153,6 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield 'sampling.stop_strings holds "", which would end every reply at once; remove it'
     if engine.max_context is not None and sampling.max_new_tokens >= engine.max_context:
         yield _no_room("engine.max_context", engine.max_context, sampling.max_new_tokens)
-
-
-def _vllm(config: RunConfig) -> Iterator[str]:
-    if not isinstance(config.engine, VllmEngineConfig):
-        return
-    if config.model.lora is not None:
-        yield (
-            'engine.type = "vllm" with model.lora: adapters do not travel to vLLM yet; train all weights (remove '
-            'model.lora), or use engine.type = "transformers"'
-        )
-    if config.sampling.temperature > 2:
-        yield f"sampling.temperature = {config.sampling.temperature}: vLLM takes 2 at most; lower it"
-    if config.sampling.top_p < 1 and not config.sampling.top_k:
-        yield (
-            f"sampling.top_p = {config.sampling.top_p} without sampling.top_k: vLLM tells the kept ids, which the "
-            "trainer scores with, of a bounded number only; set sampling.top_k too (1000, say)"
-        )
 
 
 def _truncation(config: RunConfig) -> str:
@@ -423,8 +407,7 @@ _CHECKS = (
     _synchronous,
     _groups,
     _sampling,
-    _vllm,
-    remote_engine_problems,
+    engine_problems,
     _tasks,
     _training,
     _routers,

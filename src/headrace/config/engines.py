@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from headrace.config.base import Section
+from headrace.config.carriers import CarrierConfig, MemoryCarrierConfig
 
 _URL = r"^https?://[^/\s@]+(/\S*)?$"
 """No credentials in it: they would stand in the run's files."""
@@ -30,6 +32,8 @@ class TransformersEngineConfig(Section):
     weights: Literal["shared", "copy"] = "shared"
     """``shared``: nothing is copied, and decoding waits from a batch's first optimizer step until its publish.
     ``copy``: the engine holds its own weights and keeps decoding during all of a batch's steps."""
+    carrier: CarrierConfig = MemoryCarrierConfig()
+    """How weights reach the copy."""
     packed_weights: bool | None = None
     """Keep a second copy of the linear layers' weights, laid out for decoding (engines/packed.py). None: where that
     helps, which is float32 on a CPU; true is refused elsewhere."""
@@ -47,11 +51,14 @@ class TransformersEngineConfig(Section):
 
 
 class VllmEngineConfig(Section):
-    """vLLM in a process of its own, run by a Python that has it (``make setup-vllm``)."""
+    """vLLM, which needs a Python that has it (``make setup-vllm``)."""
 
     type: Literal["vllm"] = "vllm"
+    mode: Literal["server", "in_process"] = "server"
+    """``server``: a process of its own, run by a Python that has vLLM. ``in_process``: a thread of the run's own
+    process; the run must be started with a Python that has vLLM and headrace."""
     python: str | None = None
-    """The Python that has vLLM; None: $HEADRACE_VLLM_PYTHON, else .venv-vllm of the working directory or checkout."""
+    """Of the server. None: $HEADRACE_VLLM_PYTHON, else .venv-vllm of the working directory or checkout."""
     max_batch_size: int = Field(64, ge=1)
     """Requests that decode together."""
     max_context: int | None = Field(None, ge=2)
@@ -62,6 +69,8 @@ class VllmEngineConfig(Section):
     """Memory for keys and values. vLLM refuses to start where one request of ``max_context`` does not fit."""
     kv_policy: Literal["keep", "recompute"] = "keep"
     """What happens to the keys and values of running requests when weights change."""
+    carrier: CarrierConfig = MemoryCarrierConfig()
+    """How weights reach the server."""
     num_threads: int | None = Field(None, ge=1)
     """Torch threads of the server; None: all cores when synchronous, half of them when asynchronous."""
     start_deadline_s: float = Field(600.0, gt=0)
@@ -76,8 +85,8 @@ class SglangEngineConfig(Section):
     """An SGLang server that somebody else has started, over HTTP (extra ``http``; docs/sglang.md)."""
 
     type: Literal["sglang"] = "sglang"
-    url: str = Field(pattern=_URL)
-    """Of the server, for example ``http://10.0.0.7:30000``. One server belongs to one run."""
+    urls: tuple[Annotated[str, Field(pattern=_URL)], ...] = Field(min_length=1)
+    """Of the servers, one for each engine, for example ``http://10.0.0.7:30000``. A server belongs to one run."""
     weights_path: Path | None = None
     """A folder that the trainer writes and the server's machine reads under the same name; None: ``weights`` in the
     run's folder."""
@@ -148,3 +157,19 @@ EngineConfig = Annotated[
     | Annotated[OpenAiEngineConfig, Tag("openai")],
     Discriminator(_engine_type),
 ]
+
+
+def carrier_problems(engine: TransformersEngineConfig | VllmEngineConfig, num_processes: int) -> Iterator[str]:
+    """Of ``engine.carrier`` beside the rest. ``num_processes``: of the trainer; several share no weights."""
+    is_here = isinstance(engine, TransformersEngineConfig) or engine.mode == "in_process"
+    if engine.shares_weights and num_processes == 1:
+        if "carrier" in engine.model_fields_set:
+            yield (
+                'engine.carrier has no effect: engine.weights = "shared", so nothing travels; set engine.weights = '
+                '"copy", or remove it'
+            )
+    elif engine.carrier.type == "broadcast" and is_here:
+        yield (
+            'engine.carrier.type = "broadcast" with an engine in the trainer\'s own process: there is nobody to '
+            'broadcast to; use "memory", or "file" or "delta" where others read them too'
+        )

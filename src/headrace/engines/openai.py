@@ -15,7 +15,7 @@ from headrace.config.engines import OpenAiEngineConfig
 from headrace.engines.errors import EngineError, RequestError
 from headrace.engines.http import NO_ANSWER, UNSENT, HttpClient, HttpError, Repeat, api_key
 from headrace.protocols import ChatReply, ChatRequest
-from headrace.types import FinishReason
+from headrace.types import FinishReason, PolicyVersion
 
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _REASONS: Mapping[str, FinishReason] = {
@@ -50,6 +50,10 @@ class OpenAiEngine:
         self._model = model
         self._client = client
         self._slots = asyncio.Semaphore(config.max_concurrent)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(0, 0)
 
     async def chat(self, request: ChatRequest) -> ChatReply:
         """Raises RequestError where the server refuses the request, EngineError where it does not answer it."""

@@ -26,7 +26,6 @@ from headrace.types import (
     GenerationRequest,
     Message,
     Outcome,
-    PolicyVersion,
     Sampling,
     Segment,
     Source,
@@ -72,7 +71,7 @@ class EpisodeRunner:
         """Play ``task`` to its end. Never raises for what the episode did; a dead engine is an outcome too."""
         play = _Play(runner=self, key=key, task=task, sampling=sampling, stream=stream)
         started_s = self.clock()
-        version = PolicyVersion(0, 0) if self.renderer is None else cast(Engine, self.engine).version
+        issued_version = self.engine.version
         outcome, error = await play.to_end()
         return Episode(
             key=key,
@@ -81,7 +80,7 @@ class EpisodeRunner:
             trace=Trace(segments=tuple(play.segments)),
             outcome=outcome,
             error=error,
-            issued_version=version,
+            issued_version=issued_version,
             started_s=started_s,
             ended_s=self.clock(),
             policy_seed=attempt_seed(self.run_seed, key, stream=stream),

@@ -42,7 +42,8 @@ ABORT_DEADLINE_S = 60.0
 SINGLE_ABORT_DEADLINE_S = 5.0
 """For one request; then its part is given up, and the reply ends with the parts before it."""
 CLOSE_DEADLINE_S = 5.0
-_TAGS: Mapping[str, Tag] = {"weights": "weights", "kv": "kv_cache"}
+Memory = Literal["weights", "kv"]
+_TAGS: Mapping[Memory, Tag] = {"weights": "weights", "kv": "kv_cache"}
 
 
 class SglangEngine:
@@ -74,7 +75,7 @@ class SglangEngine:
             calls, folder, initial.version, deadline_s=config.update_deadline_s, make_update_error=make_update_error
         )
         self._start_task: asyncio.Task[None] | None = None
-        self._released: set[str] = set()
+        self._released: set[Memory] = set()
         self._flights: dict[str, Flight] = {}
         self._is_held = False
         """Nothing but probes is sent."""
@@ -172,26 +173,26 @@ class SglangEngine:
                 raise EngineError("update_weights needs a paused engine: pause it first")
             await self._update(update)
 
-    async def release(self, what: Literal["weights", "kv"]) -> None:
-        """Give the memory of ``what`` back; the engine must be paused. Held requests keep no keys and values."""
+    async def release(self, what: Sequence[Memory] = ("kv", "weights")) -> None:
+        """Give memory back; the engine must be paused. Held requests keep no keys and values."""
         await self.start()
         async with self._control:
             if not self._is_held:
                 raise EngineError("release needs a paused engine: pause it first")
             await self._clear()
-            if what == "kv":
+            if "kv" in what:
                 await self._calls.flush_cache()
-            await self._calls.release_memory([_TAGS[what]])
-            self._released.add(what)
-            if what == "weights":
+            await self._calls.release_memory([_TAGS[name] for name in what])
+            self._released.update(what)
+            if "weights" in what:
                 self._weights.are_there = False
 
-    async def acquire(self, what: Literal["weights", "kv"]) -> None:
+    async def acquire(self, what: Sequence[Memory] = ("weights", "kv")) -> None:
         """Take it back. What the weights' memory holds then is nothing that was proved: update them next."""
         async with self._control:
             self._check_alive()
-            await self._calls.resume_memory([_TAGS[what]])
-            self._released.discard(what)
+            await self._calls.resume_memory([_TAGS[name] for name in what])
+            self._released.difference_update(what)
 
     async def healthy(self) -> bool:
         """The server's scheduler answers, paused or not, and nothing has failed. Starts what has not been started."""
@@ -300,6 +301,10 @@ class SglangEngine:
                 reason = flight.add(part, self._decode)
                 if reason is not None:
                     return flight.generation(reason)
+        except EngineError as error:
+            if flight.ids and error.partial is None:
+                error.partial = flight.generation("abort")
+            raise
         finally:
             del self._flights[flight.request.id]
 
