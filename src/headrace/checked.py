@@ -102,10 +102,17 @@ def check_before_work(config: RunConfig) -> Checked:
     gold = None
     if config.gold is not None:
         gold = with_gold(reward, build_rewards(config.gold.rewards, where="gold.rewards"))
-    if config.supervised_data is not None and composed is None:
+    for section in ("supervised_data", "teacher"):
+        if getattr(config, section) is not None and composed is None:
+            raise ConfigError(
+                f"{section} with algorithm '{config.algorithm.preset}', which is not one of headrace's own and may "
+                "know no such stream; remove the section or choose another preset"
+            )
+    alone = config.teacher is not None and config.teacher.stream == "distillation"
+    if alone and getattr(composed, "dynamic_sampling", False):
         raise ConfigError(
-            f"supervised_data with algorithm '{config.algorithm.preset}', which is not one of headrace's own and may "
-            "know no supervised stream; remove the section or choose another preset"
+            f"algorithm '{config.algorithm.preset}' replaces groups by their rewards (dynamic sampling), and "
+            'teacher.stream = "distillation" trains without rewards; choose a preset without it, such as grpo'
         )
     conversations = read_supervised(config.supervised_data, splits.held_out)
     return Checked(

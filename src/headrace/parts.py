@@ -31,6 +31,7 @@ from headrace.record.run_dir import RunDirectory, write_atomically
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.supervised import SupervisedStream, counted_apart
+from headrace.teacher import Teacher
 from headrace.trainer.crew import LeadingTrainer
 from headrace.trainer.plan import plan_update
 from headrace.trainer.trainer import PolicyTrainer
@@ -125,6 +126,8 @@ class Parts:
     """What runs in other processes besides engines and trainer ranks."""
     supervised: SupervisedStream | None = None
     """What is imitated beside the rollouts."""
+    teacher: Teacher | None = None
+    """What the policy is drawn towards on its own tokens."""
     restored: Mapping[str, Any] = field(default_factory=dict)
     """Extra state of the checkpoint that was restored; empty for a fresh start."""
     _evaluation: asyncio.Task[EvaluationResult] | None = field(default=None, init=False)
@@ -173,6 +176,8 @@ class Parts:
     def plan(self, batch: RolloutBatch) -> list[Minibatch]:
         """The batch's minibatches, in the order of their optimizer steps."""
         config = self.config
+        if self.teacher is not None:
+            batch = self.teacher.mark(batch)
         plan = plan_update(
             batch,
             self.algorithm,
@@ -181,6 +186,8 @@ class Parts:
             max_new_tokens=config.sampling.max_new_tokens,
             seed=config.seed,
         )
+        if self.teacher is not None:
+            plan = self.teacher.assign(plan)
         return plan if self.supervised is None else self.supervised.mix(plan, batch.index)
 
     def forward_backward(self, minibatch: Minibatch) -> dict[str, float]:

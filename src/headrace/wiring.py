@@ -9,7 +9,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -50,6 +50,7 @@ from headrace.record.run_dir import RunDirectory, collect_run_info
 from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.supervised import SupervisedStream
+from headrace.teacher import Teacher
 from headrace.trainer.crew import Crew, Followers, LeadingTrainer, join_run
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
@@ -165,6 +166,7 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
     limit = policy.loaded.max_context
     supervised = SupervisedStream.build(checked.conversations, config, policy.renderer, limit)
+    mixed = _Mixed(supervised=supervised, teacher=Teacher.load(config, policy.loaded))
     workers = Workers.of(config)
     trainer, carrier = _build_trainer(checked, policy, workers)
     try:
@@ -175,7 +177,7 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
                 workers.journal.open(run_dir.path)
                 reward, gold = workers.rewards(checked.reward, checked.gold)
                 checked = replace(checked, reward=reward, gold=gold)
-            return _connect(checked, policy, trainer, carrier, supervised, workers, record, checkpoint, clock)
+            return _connect(checked, policy, trainer, carrier, mixed, workers, record, checkpoint, clock)
         except BaseException:
             run_dir.close()
             raise
@@ -227,7 +229,16 @@ def _trainer_options(checked: Checked) -> _TrainerOptions:
         "with_reference": checked.algorithm.needs.reference,
         "activation_checkpointing": config.model.activation_checkpointing,
         "activation_budget_bytes": config.model.activation_budget_bytes,
+        "beside": "" if config.teacher is None else "the teacher",
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mixed:
+    """What trains beside the rewards."""
+
+    supervised: SupervisedStream | None
+    teacher: Teacher | None
 
 
 class _TrainerOptions(TypedDict):
@@ -235,6 +246,7 @@ class _TrainerOptions(TypedDict):
     with_reference: bool
     activation_checkpointing: bool
     activation_budget_bytes: int | None
+    beside: str
 
 
 def _create_run(checked: Checked, policy: Policy) -> RunDirectory:
@@ -297,7 +309,7 @@ def _connect(
     policy: Policy,
     trainer: PolicyTrainer | LeadingTrainer,
     carrier: StreamedWeights | None,
-    supervised: SupervisedStream | None,
+    mixed: _Mixed,
     workers: Workers | None,
     record: Record,
     checkpoint: Checkpoint | None,
@@ -345,7 +357,8 @@ def _connect(
         workers=workers,
         reward=checked.gold or checked.reward,
         gold_check=None if checked.gold is None else _gold_check(record.run_dir.path, trainer.version.number),
-        supervised=supervised,
+        supervised=mixed.supervised,
+        teacher=mixed.teacher,
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,

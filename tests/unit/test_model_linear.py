@@ -28,7 +28,7 @@ def test_same_value_and_gradients_as_in_float64(shape: tuple[int, ...], bias: bo
     input = torch.randn(shape)
     results = []
     for layer, dtype in ((fast, torch.float32), (exact, torch.float64)):
-        leaf = input.to(dtype).requires_grad_()
+        leaf = input.detach().clone().to(dtype).requires_grad_()
         output = layer(leaf)
         output.square().sum().backward()
         assert leaf.grad is not None

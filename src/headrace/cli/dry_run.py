@@ -67,6 +67,9 @@ def _plan(config: RunConfig, tasks: TaskSplits, conversations: Rows[Conversation
         num = config.supervised_data.conversations_per_batch
         passes = trainer.num_batches * num / len(conversations.train)
         yield "supervised data", f"{num} of {len(conversations.train)} conversations a batch, {passes:.1f} passes"
+    if config.teacher is not None:
+        how = "alone" if config.teacher.stream == "distillation" else "beside the rewards"
+        yield "teacher", f"{config.teacher.path} ({config.teacher.dtype}), {how}"
     staleness = rollout.max_staleness
     yield (
         "mode",

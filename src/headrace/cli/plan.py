@@ -45,8 +45,9 @@ def _plan(args: argparse.Namespace) -> int:
     print(f"processes   {config.parallel.world_size} ({axes or 'one process'})")
     print(f"a pass      {work.num_tokens:,} tokens in {work.dtype}, logits of {work.max_logit_tokens:,} at once\n")
     _print_table(forecast(config.parallel, shape, work))
-    if config.critic is not None:
-        print("\nThe critic is not part of this forecast.")
+    for name in ("critic", "teacher"):
+        if getattr(config, name) is not None:
+            print(f"\nThe {name} is not part of this forecast.")
     if config.model.lora is not None:
         print("\nThis is the forecast of training all weights; an adapter (model.lora) needs less.")
     return 0

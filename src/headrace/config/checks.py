@@ -309,8 +309,26 @@ def _streams(config: RunConfig) -> Iterator[str]:
         )
     if config.supervised_data is not None and not config.algorithm.supervised.coefficient:
         yield "supervised_data has no effect: algorithm.supervised.coefficient is 0; raise it or remove the section"
-    if config.algorithm.distillation != DistillationConfig():
-        yield "algorithm.distillation has no effect: a training run has no teacher; remove it"
+    yield from _teacher(config)
+
+
+def _teacher(config: RunConfig) -> Iterator[str]:
+    algorithm, teacher = config.algorithm, config.teacher
+    if teacher is None:
+        if algorithm.distillation != DistillationConfig():
+            yield "algorithm.distillation has no effect: the run has no teacher; remove it, or set teacher.path"
+        return
+    if not algorithm.distillation.coefficient:
+        yield "teacher has no effect: algorithm.distillation.coefficient is 0; raise it or remove the section"
+    if teacher.stream == "distillation":
+        own = {"preset", "distillation", "supervised"}
+        for name in sorted(algorithm.model_fields_set - own):
+            yield (
+                f'algorithm.{name} has no effect: teacher.stream = "distillation" trains on the teacher alone, without '
+                'rewards; remove it, or take teacher.stream = "rl"'
+            )
+        if config.critic is not None:
+            yield 'critic has no effect: teacher.stream = "distillation" trains without rewards; remove the section'
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:

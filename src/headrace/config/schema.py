@@ -15,6 +15,7 @@ from headrace.config.cluster import ClusterConfig, InProcessCluster
 from headrace.config.critic import CriticConfig
 from headrace.config.engines import EngineConfig, TransformersEngineConfig
 from headrace.config.launch import LaunchConfig
+from headrace.config.teacher import TeacherConfig
 
 # -------------------------------------------------------------------------------------------------- model
 
@@ -438,6 +439,7 @@ class RunConfig(Section):
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     gold: GoldConfig | None = None
     supervised_data: SupervisedDataConfig | None = None
+    teacher: TeacherConfig | None = None
     engine: EngineConfig = TransformersEngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

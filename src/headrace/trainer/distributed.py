@@ -72,6 +72,7 @@ class ParallelTrainer:
         activation_checkpointing: bool = False,
         activation_budget_bytes: int | None = None,
         lineage: int = 0,
+        beside: str = "",
     ) -> None:
         """See ``PolicyTrainer``. ``loaded`` is split in place: its model is of no other use afterwards."""
         self._config = config
@@ -89,7 +90,7 @@ class ParallelTrainer:
             with_reference=with_reference,
             num_rows=max(2, mesh.config.pp),
         )
-        self._gauge = MemoryGauge(loaded, work, mesh.config, stage=mesh.rank("pp"))
+        self._gauge = MemoryGauge(loaded, work, mesh.config, stage=mesh.rank("pp"), not_counted=beside)
         self._reference = parallelize_frozen(loaded, mesh, max_logit_tokens=limit) if with_reference else None
         model = parallelize(loaded, mesh, max_logit_tokens=limit)
         recompute_activations(model.stage.model, work, mesh.config, mesh.rank("pp"))

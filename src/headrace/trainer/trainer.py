@@ -63,11 +63,12 @@ class PolicyTrainer:
         activation_budget_bytes: int | None = None,
         lineage: int = 0,
         critic: Critic | None = None,
+        beside: str = "",
     ) -> None:
         """``num_steps``: optimizer steps of the whole run (the critic's warm-up left out), for the schedule.
         ``with_reference`` keeps the weights of this moment for ``forward(..., "reference")``: a frozen copy, or with
         LoRA the base model, which costs nothing. Build the trainer before restoring a checkpoint, so that the
-        reference is the run's start."""
+        reference is the run's start. ``beside``: what else the process will hold, which no forecast counts."""
         work = Pass(
             num_tokens=config.max_microbatch_tokens,
             max_logit_tokens=config.max_logit_tokens,
@@ -76,7 +77,7 @@ class PolicyTrainer:
             activation_budget_bytes=activation_budget_bytes,
             with_reference=with_reference,
         )
-        not_counted = "the adapter" if loaded.base is not None else "the critic" if critic is not None else ""
+        not_counted = "the adapter" if loaded.base is not None else "the critic" if critic is not None else beside
         self._gauge = MemoryGauge(loaded, work, ParallelConfig(), not_counted=not_counted)
         self._loaded = loaded
         self._model = loaded.model
