@@ -195,37 +195,46 @@ class RayController:
         self._deadline_s = cluster.start_deadline_s
         self._actor: Any = hosted(self._ray, demand(cluster.controller), "SPREAD")
         self._made = make(self._actor, spec)
-        self._run = self._actor.invoke.remote("run", None if resume_from is None else str(resume_from.absolute()))
+        self._resume_from = None if resume_from is None else str(resume_from.absolute())
+        self._run: Any = None
         self._started_s = time.monotonic()
         self._heartbeat: Any = None
         self._heartbeat_since_s = self._started_s
 
     def poll(self) -> Ending | None:
-        ended, _ = self._ray.wait([self._run], timeout=0)
-        if ended:
-            return self._end()
-        return self._lost_where_silent()
+        pending = self._made if self._run is None else self._run
+        ended, _ = self._ray.wait([pending], timeout=0)
+        if not ended:
+            return self._lost_where_silent()
+        kind, value = self._value(pending)
+        if kind == "lost":
+            return Ending("lost", f"the controller {self._spec.name} died: {value}")
+        if kind == "error":
+            self._ray.kill(self._actor, no_restart=True)
+            return Ending("failed", f"the controller {self._spec.name} failed: {value[0]}: {value[1]}")
+        if self._run is None:
+            self._place = value
+            self._run = self._actor.invoke.remote("run", self._resume_from)
+            return None
+        self._ray.kill(self._actor, no_restart=True)
+        return Ending(value["ended"], value["message"])
 
     def stop(self) -> None:
         self._actor.invoke.remote("stop")
 
-    def _end(self) -> Ending:
+    def _value(self, reference: Any) -> tuple[str, Any]:
+        """What a call that has ended came to; ("lost", why) where the actor is gone."""
         try:
-            kind, value = self._ray.get(self._run, timeout=30.0)
+            kind, value = self._ray.get(reference, timeout=30.0)
         except self._ray.exceptions.RayError as error:
-            first = " ".join(line.strip() for line in str(error).splitlines()[:4] if line.strip())
-            return Ending("lost", f"the controller {self._spec.name} died: {first}")
-        self._ray.kill(self._actor, no_restart=True)
-        if kind == "error":
-            return Ending("failed", f"the controller {self._spec.name} failed: {value[0]}: {value[1]}")
-        return Ending(value["ended"], value["message"])
+            return "lost", " ".join(line.strip() for line in str(error).splitlines()[:4] if line.strip())
+        return kind, value
 
     def _lost_where_silent(self) -> Ending | None:
         """Its process answers heartbeats whatever the run does."""
         now_s = time.monotonic()
         if self._place is None:
-            self._look_for_start()
-            if self._place is None and now_s - self._started_s > self._deadline_s:
+            if now_s - self._started_s > self._deadline_s:
                 self._ray.kill(self._actor, no_restart=True)
                 message = f"the controller was not there after {self._deadline_s:g} s: no node had room for it"
                 return Ending("lost", message)
@@ -242,17 +251,6 @@ class RayController:
             self._ray.kill(self._actor, no_restart=True)
             return Ending("lost", f"the controller did not answer for {HEARTBEAT_DEADLINE_S:g} s and was ended")
         return None
-
-    def _look_for_start(self) -> None:
-        made, _ = self._ray.wait([self._made], timeout=0)
-        if not made:
-            return
-        try:
-            kind, value = self._ray.get(self._made, timeout=30.0)
-        except self._ray.exceptions.RayError:
-            return  # the run's own end tells it
-        if kind == "value":
-            self._place = value
 
     def _journal_start(self, place: tuple[int, str]) -> None:
         """Once the run's folder is there: nobody else may write into an empty one before the run does."""

@@ -15,7 +15,7 @@ from headrace.errors import HeadraceError
 if TYPE_CHECKING:
     from headrace.cli.common import Subparsers
 
-COMMANDS_WITH_OVERRIDES = ("train", "resume", "plan")
+COMMANDS_WITH_OVERRIDES = ("train", "resume", "plan", "launch", "preflight")
 
 _OVERRIDES_HELP = """\
 Any key of the file can be overridden by its dotted name:

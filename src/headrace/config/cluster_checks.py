@@ -42,7 +42,7 @@ def _ray(cluster: RayCluster, counts: dict[str, int]) -> Iterator[str]:
         "reward": "cluster.num_reward_workers is 0",
     }
     for role, why in how.items():
-        if role in cluster.model_fields_set and not counts[role]:
+        if getattr(cluster, role).model_fields_set and not counts[role]:
             yield f"cluster.{role} has no effect: {why}; remove it"
     if cluster.layout == "colocated" and not (counts["engine"] and counts["trainer"]):
         yield (

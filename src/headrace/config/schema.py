@@ -14,6 +14,7 @@ from headrace.config.base import LoraConfig, OptimizerSection, Section
 from headrace.config.cluster import ClusterConfig, InProcessCluster
 from headrace.config.critic import CriticConfig
 from headrace.config.engines import EngineConfig, TransformersEngineConfig
+from headrace.config.launch import LaunchConfig
 from headrace.config.teacher import TeacherConfig
 
 # -------------------------------------------------------------------------------------------------- model
@@ -453,6 +454,8 @@ class RunConfig(Section):
     guards: GuardsConfig = GuardsConfig()
     waits: WaitsConfig = WaitsConfig()
     monitor: MonitorConfig = MonitorConfig()
+    launch: LaunchConfig | None = None
+    """For ``headrace launch`` only."""
 
     @property
     def run_dir(self) -> Path:

@@ -71,7 +71,8 @@ class Crew(Protocol):
 class Followers:
     """The other processes of a run on this machine. Started before the leader joins the group."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, module: str = "headrace.follower") -> None:
+        """``module``: what each of them runs, with the specification's file and its rank as arguments."""
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-")
         address = f"file://{self._folder.name}/rendezvous"
         spec = Path(self._folder.name) / "spec.json"
@@ -83,7 +84,7 @@ class Followers:
         environment = child_environment({name: os.environ[name] for name in names if name in os.environ})
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "headrace.follower", str(spec), str(rank)],
+                [sys.executable, "-m", module, str(spec), str(rank)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
             )
