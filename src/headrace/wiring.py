@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
+from torch import Tensor
 
-from headrace.checked import (
-    Checked,
-    Policy,
-    check_before_work,
-    load_critic,
-    load_policy,
-)
+from headrace.checked import Checked, Policy, check_before_work, load_critic, load_policy
 from headrace.cluster.ray_followers import RayFollowers
 from headrace.cluster.workers import Workers
 from headrace.config.engines import TransformersEngineConfig
@@ -30,7 +25,8 @@ from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
-from headrace.engine_wiring import build_engine, num_threads
+from headrace.engine_wiring import build_engine, build_fleet, num_threads
+from headrace.engines.fleet.fleet import FleetEngine
 from headrace.environments.registry import make_environment
 from headrace.environments.runner import EpisodeRunner
 from headrace.errors import ConfigError
@@ -61,6 +57,7 @@ from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample, Sampling, Task
 from headrace.weights.canary import NUM_PROBE_TOKENS, Canary
 from headrace.weights.carried import CarriedWeights
+from headrace.weights.catch_up import TrainerCatchUp
 from headrace.weights.checksums import checksum, checksums, named_parameters
 from headrace.weights.receivers import make_receiver
 from headrace.weights.senders import make_sender
@@ -270,7 +267,6 @@ def _connect(
     config = checked.config
     if carrier is not None and isinstance(trainer, LeadingTrainer):
         carrier.receive(trainer.current_weights())
-    engine = build_engine(config, policy, trainer.version, carrier, record.run_dir.path / "engine.log")
     watchdog = _watchdog(config, clock)
     _, trainer_threads = num_threads(config)
     trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
@@ -281,6 +277,32 @@ def _connect(
     bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
     sinks = build_sinks(config.monitor, record.run_dir.path, config.name, redact(resolved(config)))
     progress = Progress(config.trainer.num_batches, title=config.name, enabled=config.monitor.progress)
+    run_path = record.run_dir.path
+    engine: Engine
+    if config.fleet is None:
+        engine = build_engine(config, policy, trainer.version, carrier, run_path / "engine.log")
+    else:
+        engine = build_fleet(
+            config,
+            config.fleet,
+            policy,
+            trainer.version,
+            carrier,
+            watchdog=watchdog,
+            run_path=run_path,
+            on_span=record.spans.add,
+            on_event=progress.note,
+        )
+    canary = Canary(
+        engine,
+        score,
+        _canary_prompt(checked, policy),
+        bound=bound,
+        trainer_checksums=lambda: _trainer_checksums(trainer, policy),
+        shares_weights=config.engine.shares_weights and carrier is None,
+    )
+    if isinstance(engine, FleetEngine):
+        engine.catch_up_by(TrainerCatchUp(canary, trainer, lambda: _weights(trainer, policy), trainer_thread.call))
     reporter = Reporter(
         record.lineage,
         metrics=record.metrics,
@@ -291,6 +313,7 @@ def _connect(
         progress=progress,
         engine=engine,
         reward=checked.reward,
+        watchdog=watchdog,
     )
     if checkpoint is not None:
         reporter.remember(record.run_dir.path, trainer.version.number)
@@ -315,14 +338,7 @@ def _connect(
         trainer=trainer,
         trainer_thread=trainer_thread,
         algorithm=checked.algorithm,
-        canary=Canary(
-            engine,
-            score,
-            _canary_prompt(checked, policy),
-            bound=bound,
-            trainer_checksums=lambda: _trainer_checksums(trainer, policy),
-            shares_weights=config.engine.shares_weights and carrier is None,
-        ),
+        canary=canary,
         max_ratio_error=bound,
         watchdog=watchdog,
         record=record,
@@ -370,3 +386,10 @@ def _trainer_checksums(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) 
     if isinstance(trainer, LeadingTrainer):
         return {name: checksum(tensor) for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
     return checksums(named_parameters(policy.loaded.model).items())
+
+
+def _weights(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) -> Mapping[str, Tensor]:
+    """Those that the trainer holds now, by name; its own storage where it is one process."""
+    if isinstance(trainer, LeadingTrainer):
+        return {name: tensor.clone() for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
+    return named_parameters(policy.loaded.model)
