@@ -25,7 +25,7 @@ from torch import Tensor
 from headrace.protocols import WeightUpdate
 from headrace.record.files import FileLock, RecordError, fsync_folder, write_atomically
 from headrace.types import PolicyVersion
-from headrace.weights.carrier import Manifest, WeightUpdateError, checksums_of, dtype_name, tensors_of
+from headrace.weights.carrier import Manifest, WeightUpdateError, checksums_of, dtype_name, tensors_of, update_by
 from headrace.weights.checksums import checksum, checksums
 from headrace.weights.delta import Difference, apply, check_zstd, difference
 from headrace.weights.store import OWN_FILE, manifest_name
@@ -92,10 +92,7 @@ class FileSender:
         """Nothing: the files are there."""
 
     def latest(self) -> WeightUpdate | None:
-        if not self._published:
-            return None
-        newest = self._published[-1]
-        return WeightUpdate(version=newest.version, manifest=newest.manifest)
+        return update_by(self._published[-1].manifest) if self._published else None
 
     def close(self) -> None:
         """Let go of the folder; what was published stays."""
