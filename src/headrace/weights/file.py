@@ -27,7 +27,7 @@ from headrace.record.files import FileLock, RecordError, fsync_folder, write_ato
 from headrace.types import PolicyVersion
 from headrace.weights.carrier import Manifest, WeightUpdateError, checksums_of, dtype_name, tensors_of, update_by
 from headrace.weights.checksums import checksum, checksums
-from headrace.weights.delta import Difference, apply, check_zstd, difference
+from headrace.weights.delta import Difference, check_zstd, difference
 from headrace.weights.store import OWN_FILE, manifest_name
 
 SHARD_BYTES = 1 << 30
@@ -207,7 +207,9 @@ class DeltaSender(FileSender):
         for name, tensor in tensors_of(update):
             if name in old and old[name].shape == tensor.shape and old[name].dtype == tensor.dtype:
                 changes[name] = difference(tensor.detach().cpu(), old[name], self._level)
-                new[name] = apply(changes[name], old.pop(name))
+                new[name] = old.pop(name)
+                if changes[name].kind != "same":
+                    new[name].copy_(tensor.detach())
             else:
                 new[name] = tensor.detach().cpu().contiguous().clone()
         if self._must_be_whole(changes, new) or old:
