@@ -303,12 +303,15 @@ class Parts:
     async def close(self) -> list[SinkHealth]:
         """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""
         self.progress.stop()
-        calls = [("engine", self.engine.close()), ("reward", self.reward.close())]
+        closes: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+            ("engine", self.engine.close),
+            ("reward", self.reward.close),
+        ]
         if self.workers is not None:
-            calls.append(("workers", self.workers.close()))
-        for name, call in calls:
+            closes.append(("workers", self.workers.close))
+        for name, close in closes:
             try:
-                await self.wait(call, waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
+                await self.wait(close(), waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
             except DeadlineError as error:
                 self.progress.note(str(error))
         try:
