@@ -59,6 +59,7 @@ from headrace.weights.canary import NUM_PROBE_TOKENS, Canary
 from headrace.weights.carried import CarriedWeights
 from headrace.weights.catch_up import TrainerCatchUp
 from headrace.weights.checksums import checksum, checksums, named_parameters
+from headrace.weights.parameters import adapter_travels
 from headrace.weights.receivers import make_receiver
 from headrace.weights.senders import make_sender
 from headrace.weights.streamed import StreamedWeights
@@ -371,7 +372,15 @@ def _build_canary(
         shares_weights=checked.config.engine.shares_weights and carrier is None,
     )
     if isinstance(engine, FleetEngine):
-        engine.catch_up_by(TrainerCatchUp(canary, trainer, lambda: _weights(trainer, policy), trainer_thread.call))
+        engine.catch_up_by(
+            TrainerCatchUp(
+                canary,
+                trainer,
+                lambda: _weights(trainer, policy, travelling=True),
+                trainer_thread.call,
+                frozen=lambda: _weights(trainer, policy, travelling=False),
+            )
+        )
     return canary
 
 
@@ -413,8 +422,13 @@ def _trainer_checksums(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) 
     return checksums(named_parameters(policy.loaded.model).items())
 
 
-def _weights(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) -> Mapping[str, Tensor]:
-    """Those that the trainer holds now, by name; its own storage where it is one process."""
-    if isinstance(trainer, LeadingTrainer):
+def _weights(trainer: PolicyTrainer | LeadingTrainer, policy: Policy, *, travelling: bool) -> Mapping[str, Tensor]:
+    """Those that the trainer holds now, by name, and that updates bring, or those that they do not (the frozen base of
+    an adapter); its own storage where it is one process."""
+    if isinstance(trainer, LeadingTrainer):  # without adapters: all of them travel
+        if not travelling:
+            return {}
         return {name: tensor.clone() for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
-    return named_parameters(policy.loaded.model)
+    is_adapter = policy.loaded.base is not None
+    named = named_parameters(policy.loaded.model).items()
+    return {name: tensor for name, tensor in named if (not is_adapter or adapter_travels(name)) == travelling}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from loop_runs import small_config
 
+from headrace.config.base import LoraConfig
 from headrace.config.schema import RunConfig
 from headrace.engines.embedded import TransformersEngine
 from headrace.engines.fleet.fleet import FleetEngine
@@ -166,3 +167,17 @@ def test_engines_of_a_trainer_of_several_processes(tmp_path: Path) -> None:
     lines = list(read_metrics(loop.parts.record.run_dir.path))
     assert all(line["canary/max_gap"] < 1e-3 for line in lines)
     assert sum(line["fleet/num_deaths"] for line in lines) == 1.0
+
+
+def test_adapters_travel_to_every_engine(tmp_path: Path) -> None:
+    """LoRA: updates bring the adapter alone; an engine that comes back has the frozen base from its start, and is
+    proved on both."""
+    killed: list[TransformersEngine] = []
+    config = settings(tmp_path)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": LoraConfig(rank=4)})})
+    loop = run(config, killer(2, killed))
+    assert len(killed) == 1
+    loop.parts.record.ledger.check(full=True)
+    lines = list(read_metrics(loop.parts.record.run_dir.path))
+    assert all(line["canary/max_gap"] < 1e-3 for line in lines)
+    assert sum(line["fleet/num_starts"] for line in lines) == 3.0
