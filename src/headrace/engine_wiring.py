@@ -217,6 +217,7 @@ def build_fleet(
     at hand, as no version at all: it is given the published ones, and proved, before it serves."""
 
     folders = model_folders(config, config.engine) if isinstance(config.engine, SglangEngineConfig) else None
+    travels = all_travel if config.model.lora is None else adapter_travels
 
     async def start(index: int, incarnation: int) -> Engine:
         held, log_path = version if incarnation == 0 else NO_VERSION, run_path / f"engine-{index}.log"
@@ -227,7 +228,7 @@ def build_fleet(
             return vllm
         if isinstance(config.engine, SglangEngineConfig) and folders is not None:
             return _build_sglang(config, config.engine, policy, held, template, folders, index)
-        own = CopiedWeights(policy.loaded.model if template is None else template.model, held)
+        own = CopiedWeights(policy.loaded.model if template is None else template.model, held, travels)
         return build_engine(config, policy, held, own)
 
     return FleetEngine(start, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)
