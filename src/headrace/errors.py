@@ -11,6 +11,10 @@ class HeadraceError(Exception):
     """Base of all errors whose message is meant for the user."""
 
 
+class EngineLost(HeadraceError):
+    """An engine of a fleet is gone, or did not answer in time; the fleet has taken it out and goes on without it."""
+
+
 class ConfigError(HeadraceError):
     """The run's configuration cannot be used. ``problems`` holds one complete sentence for each thing to mend."""
 

@@ -46,9 +46,9 @@ Rules that hold here:
   is the synchronous run: groups are issued in waves, when nothing is in flight, and a wave is settled as a whole, in
   order of keys. Deadlines apart, nothing in it depends on time.
 * Where an attempt fails (engine, environment, their deadlines; not its reward), the engine is asked for its health. If
-  it is dead, the run ends with EngineDied, and the attempt stays 'in flight' in the books. If not, the attempt is
-  booked as failed, never scored, and on_failure says whether its member is tried again. Whatever the cause, an attempt
-  without a score enters no baseline.
+  it is dead (of a fleet: all are), the run ends with EngineDied, and the attempt stays 'in flight' in the books. If
+  not, the attempt is booked as failed, never scored, and on_failure says whether its member is tried again. Whatever
+  the cause, an attempt without a score enters no baseline.
 * Books before work: 'issued' is on disk before an attempt starts, 'trained' before its update is published; it is
   trained for good once a checkpoint of that update or a later one is complete. Commits are short and on this thread.
 * A checkpoint is cut right after a publish, whenever it is written. It names the groups that were in flight or

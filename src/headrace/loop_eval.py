@@ -99,7 +99,7 @@ async def _evaluate(config: RunConfig, target: Target) -> EvaluationResult:
     # One engine takes all cores here: nothing trains beside it.
     rollout = config.rollout.model_copy(update={"max_staleness": 0})
     checked = check_before_work(config)
-    config = config.model_copy(update={"model": model, "rollout": rollout})
+    config = config.model_copy(update={"model": model, "rollout": rollout, "fleet": None})
     if not len(checked.splits.held_out):
         raise ConfigError("there are no held-out tasks to evaluate on; set tasks.held_out_path or held_out_fraction")
     policy = load_policy(config)

@@ -240,6 +240,7 @@ class ScriptedTrainer:
         """What it says about fresh tokens (I5)."""
         self.errors: dict[str, Exception] = {}
         """Method name -> what its next call raises."""
+        self.holds_published_weights = True
         self._last: dict[str, Tensor] = {}
 
     def set_lineage(self, lineage: int) -> None:
@@ -263,6 +264,7 @@ class ScriptedTrainer:
     def optim_step(self) -> dict[str, float]:
         self._raise("optim_step")
         self.step += 1
+        self.holds_published_weights = False
         return {"grad_norm": 1.0, "learning_rate": 1.0, "num_empty_steps": 0.0}
 
     def memory(self) -> list[MemoryUse]:
@@ -272,6 +274,7 @@ class ScriptedTrainer:
     def publish(self) -> WeightUpdate:
         self._raise("publish")
         self.version = PolicyVersion(self.version.lineage, self.version.number + 1)
+        self.holds_published_weights = True
         return WeightUpdate(version=self.version)
 
     def save(self, path: Path) -> None:

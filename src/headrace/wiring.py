@@ -8,17 +8,20 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
+from torch import Tensor
 
 from headrace.checked import Checked, Policy, check_before_work, load_critic, load_policy
+from headrace.cluster.engines import engine_starter
 from headrace.cluster.ray_followers import RayFollowers
 from headrace.cluster.workers import Workers
 from headrace.config.engines import VllmEngineConfig
+from headrace.config.fleet import FleetConfig
 from headrace.config.load import resolved
 from headrace.config.prompts import check_prompts
 from headrace.config.schema import RunConfig
@@ -27,6 +30,8 @@ from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.embedded import TransformersEngine
+from headrace.engines.fleet.fleet import FleetEngine
+from headrace.engines.fleet.tally import OnSpan
 from headrace.engines.vllm.client import VllmEngine
 from headrace.environments.registry import make_environment
 from headrace.environments.runner import EpisodeRunner
@@ -56,8 +61,9 @@ from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
-from headrace.types import PolicyVersion, Sample, Sampling, Task
+from headrace.types import NO_VERSION, PolicyVersion, Sample, Sampling, Task
 from headrace.weights.canary import Canary
+from headrace.weights.catch_up import TrainerCatchUp
 from headrace.weights.checksums import checksum, checksums, named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
 from headrace.weights.shared_memory import SharedMemorySender
@@ -68,19 +74,20 @@ NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40}
 
 
 def num_threads(config: RunConfig) -> tuple[int, int]:
-    """(engine, trainer): all cores each where they take turns, half each where they run at the same time; divided by
-    the processes of the run."""
+    """(one engine, trainer): all cores each where they take turns, half each where they run at the same time; divided
+    by the processes of the run, and the engines' among themselves."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shares = config.parallel.world_size if config.rollout.max_staleness == 0 else 2 * config.parallel.world_size
     default = max(1, num_cores // shares)
-    return config.engine.num_threads or default, config.trainer.num_threads or default
+    num_engines = 1 if config.fleet is None else config.fleet.num_engines
+    return config.engine.num_threads or max(1, default // num_engines), config.trainer.num_threads or default
 
 
 def build_engine(
     config: RunConfig,
     policy: Policy,
     version: PolicyVersion,
-    carrier: StreamedWeights | None = None,
+    carrier: StreamedWeights | CopiedWeights | None = None,
     log_path: Path | None = None,
 ) -> TransformersEngine | VllmEngine:
     """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes;
@@ -103,7 +110,7 @@ def _build_vllm(
     engine: VllmEngineConfig,
     policy: Policy,
     version: PolicyVersion,
-    carrier: StreamedWeights | None,
+    carrier: StreamedWeights | CopiedWeights | None,
     log_path: Path | None,
 ) -> VllmEngine:
     """It starts from the weights of ``carrier``, else from the trainer's own: they are read at the first call, which
@@ -123,6 +130,38 @@ def _build_vllm(
         log_path=log_path,
         make_update_error=WeightUpdateError,
     )
+
+
+def build_fleet(
+    config: RunConfig,
+    fleet: FleetConfig,
+    policy: Policy,
+    version: PolicyVersion,
+    template: StreamedWeights | None,
+    *,
+    workers: Workers | None,
+    watchdog: Watchdog,
+    run_path: Path,
+    on_span: OnSpan,
+    on_event: Callable[[str], None],
+) -> FleetEngine:
+    """Engines of the kind that the configuration names, behind one. ``template``: the whole model with the present
+    weights, where the trainer has several processes. ``workers``: they run as actors there. An engine that is started
+    again begins with whatever weights are at hand, as no version at all: it is given the published ones, and proved,
+    before it serves."""
+
+    async def start(index: int, incarnation: int) -> Engine:
+        held, log_path = version if incarnation == 0 else NO_VERSION, run_path / f"engine-{index}.log"
+        if isinstance(config.engine, VllmEngineConfig):
+            vllm = _build_vllm(config, config.engine, policy, held, template, log_path)
+            await vllm.start()
+            return vllm
+        own = CopiedWeights(policy.loaded.model if template is None else template.model, held)
+        return build_engine(config, policy, held, own)
+
+    if workers is not None:
+        start = engine_starter(workers, config, num_threads(config)[0])
+    return FleetEngine(start, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)
 
 
 def build_player(
@@ -318,7 +357,6 @@ def _connect(
     config = checked.config
     if carrier is not None and isinstance(trainer, LeadingTrainer):
         carrier.receive(trainer.current_weights())
-    engine = build_engine(config, policy, trainer.version, carrier, record.run_dir.path / "engine.log")
     watchdog = _watchdog(config, clock)
     _, trainer_threads = num_threads(config)
     trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
@@ -329,6 +367,33 @@ def _connect(
     bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
     sinks = build_sinks(config.monitor, record.run_dir.path, config.name, redact(resolved(config)))
     progress = Progress(config.trainer.num_batches, title=config.name, enabled=config.monitor.progress)
+    run_path = record.run_dir.path
+    engine: Engine
+    if config.fleet is None:
+        engine = build_engine(config, policy, trainer.version, carrier, run_path / "engine.log")
+    else:
+        engine = build_fleet(
+            config,
+            config.fleet,
+            policy,
+            trainer.version,
+            carrier,
+            workers=workers,
+            watchdog=watchdog,
+            run_path=run_path,
+            on_span=record.spans.add,
+            on_event=progress.note,
+        )
+    canary = Canary(
+        engine,
+        score,
+        _canary_prompt(checked, policy),
+        bound=bound,
+        trainer_checksums=lambda: _trainer_checksums(trainer, policy),
+        shares_weights=config.engine.shares_weights and carrier is None,
+    )
+    if isinstance(engine, FleetEngine):
+        engine.catch_up_by(TrainerCatchUp(canary, trainer, lambda: _weights(trainer, policy), trainer_thread.call))
     reporter = Reporter(
         record.lineage,
         metrics=record.metrics,
@@ -339,6 +404,7 @@ def _connect(
         progress=progress,
         engine=engine,
         reward=checked.reward,
+        watchdog=watchdog,
     )
     if checkpoint is not None:
         reporter.remember(record.run_dir.path, trainer.version.number)
@@ -363,14 +429,7 @@ def _connect(
         trainer=trainer,
         trainer_thread=trainer_thread,
         algorithm=checked.algorithm,
-        canary=Canary(
-            engine,
-            score,
-            _canary_prompt(checked, policy),
-            bound=bound,
-            trainer_checksums=lambda: _trainer_checksums(trainer, policy),
-            shares_weights=config.engine.shares_weights and carrier is None,
-        ),
+        canary=canary,
         max_ratio_error=bound,
         watchdog=watchdog,
         record=record,
@@ -416,3 +475,10 @@ def _trainer_checksums(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) 
     if isinstance(trainer, LeadingTrainer):
         return {name: checksum(tensor) for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
     return checksums(named_parameters(policy.loaded.model).items())
+
+
+def _weights(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) -> Mapping[str, Tensor]:
+    """Those that the trainer holds now, by name; its own storage where it is one process."""
+    if isinstance(trainer, LeadingTrainer):
+        return {name: tensor.clone() for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
+    return named_parameters(policy.loaded.model)

@@ -17,6 +17,7 @@ from headrace.config.base import Section
 from headrace.config.cluster_checks import cluster_problems
 from headrace.config.critic import SharedCriticConfig
 from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
+from headrace.config.fleet_checks import fleet_problems
 from headrace.config.load import config_error
 from headrace.config.schema import (
     ArithmeticTasks,
@@ -94,7 +95,8 @@ def _synchronous(config: RunConfig) -> Iterator[str]:
     why = "rollout.max_staleness is 0, so weights never change while requests run"
     for name in _set(config.engine, "kv_policy"):
         yield f"engine.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
-    if isinstance(config.engine, TransformersEngineConfig) and config.engine.weights == "copy":
+    is_alone = config.fleet is None
+    if isinstance(config.engine, TransformersEngineConfig) and config.engine.weights == "copy" and is_alone:
         yield f'engine.weights = "copy" has no effect but memory: {why}; use "shared" or raise rollout.max_staleness'
 
 
@@ -418,6 +420,7 @@ _CHECKS = (
     _groups,
     _sampling,
     _vllm,
+    fleet_problems,
     _tasks,
     _training,
     _routers,

@@ -14,6 +14,7 @@ from headrace.config.base import LoraConfig, OptimizerSection, Section
 from headrace.config.cluster import ClusterConfig, InProcessCluster
 from headrace.config.critic import CriticConfig
 from headrace.config.engines import EngineConfig, TransformersEngineConfig
+from headrace.config.fleet import FleetConfig
 from headrace.config.launch import LaunchConfig
 from headrace.config.teacher import TeacherConfig
 
@@ -441,6 +442,8 @@ class RunConfig(Section):
     supervised_data: SupervisedDataConfig | None = None
     teacher: TeacherConfig | None = None
     engine: EngineConfig = TransformersEngineConfig()
+    fleet: FleetConfig | None = None
+    """Several engines behind one, and restarts; absent: one engine."""
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()

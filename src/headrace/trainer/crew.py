@@ -156,6 +156,10 @@ class LeadingTrainer:
     def step(self) -> int:
         return self._own.step
 
+    @property
+    def holds_published_weights(self) -> bool:
+        return self._own.holds_published_weights
+
     def last_logprobs(self) -> dict[str, Tensor]:
         return self._own.last_logprobs()
 

@@ -31,6 +31,8 @@ class SharedWeights:
     The loop must keep the engine paused while an optimizer step writes. A model with adapters (peft) shares too.
     """
 
+    owns_weights = False
+
     def __init__(self, model: nn.Module, version: PolicyVersion) -> None:
         self.model = model
         self.version = version

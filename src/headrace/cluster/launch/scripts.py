@@ -33,7 +33,7 @@ def mpirun_script(config: RunConfig, launch: LaunchConfig) -> str:
 
 
 def mpirun_command(launch: LaunchConfig, script: str) -> list[str]:
-    """How :func:`mpirun_script` is started, apart from the hosts, which mpirun finds by itself or in its own options."""
+    """How :func:`mpirun_script` is started, apart from the hosts, which mpirun finds by itself."""
     passed = [part for secret in launch.secrets for part in ("-x", secret.variable)]
     return ["mpirun", "-np", str(launch.num_nodes), "--map-by", "ppr:1:node", *passed, "bash", script]
 
