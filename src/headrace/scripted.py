@@ -153,7 +153,7 @@ class ScriptedEngine:
             request_id=request.id,
             ids=tuple(ids[: len(versions)]),
             logprobs=(reply.logprob,) * len(versions),
-            version_spans=tuple(_spans(versions)),
+            version_spans=tuple(spans_of(versions)),
             finish_reason="abort" if len(versions) < len(ids) else reply.finish,
         )
 
@@ -217,7 +217,8 @@ class ScriptedEngine:
             await asyncio.Event().wait()
 
 
-def _spans(versions: Sequence[PolicyVersion]) -> Iterator[VersionSpan]:
+def spans_of(versions: Sequence[PolicyVersion]) -> Iterator[VersionSpan]:
+    """The spans of tokens that were sampled by these versions, one after the other."""
     start = 0
     for version, same in groupby(versions):
         end = start + len(list(same))

@@ -14,7 +14,7 @@ from pathlib import Path
 import headrace
 from headrace.cli import eval as eval_command
 from headrace.cli import inspect as inspect_command
-from headrace.cli import launch, model, offline, plan, preflight, reward, train
+from headrace.cli import launch, model, offline, plan, preflight, reward, simulate, train
 from headrace.cli.common import INTERRUPTED, split_overrides
 from headrace.errors import HeadraceError
 
@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect_command.add_parsers(subparsers)
     model.add_parser(subparsers)
     reward.add_parser(subparsers)
+    simulate.add_parser(subparsers)
     return parser
 
 
