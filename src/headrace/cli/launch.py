@@ -88,6 +88,6 @@ def _submit(command: list[str], text: str, target: str) -> int:
 def _require(program: str, target: str) -> None:
     if shutil.which(program) is None:
         raise HeadraceError(
-            f"--target {target} needs {program}, which is not on the PATH; with --dry-run, headrace prints what you can "
-            "take to where it is"
+            f"--target {target} needs {program}, which is not on the PATH; with --dry-run, headrace prints what you "
+            "can take to where it is"
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from headrace.config.cluster import InProcessCluster, RayCluster
+from headrace.config.engines import SglangEngineConfig
 
 if TYPE_CHECKING:
     from headrace.config.schema import RunConfig
@@ -60,9 +61,9 @@ def actor_counts(config: RunConfig) -> dict[str, int]:
     cluster = config.cluster
     if isinstance(cluster, InProcessCluster):
         return dict.fromkeys(("engine", "trainer", "environment", "reward"), 0)
-    fleet = getattr(config, "fleet", None)
+    has_servers = isinstance(config.engine, SglangEngineConfig)  # somebody else's processes, called from here
     return {
-        "engine": 0 if fleet is None else fleet.num_engines,
+        "engine": 0 if config.fleet is None or has_servers else config.fleet.num_engines,
         "trainer": config.parallel.world_size - 1 if isinstance(cluster, RayCluster) else 0,
         "environment": cluster.num_environment_workers,
         "reward": cluster.num_reward_workers,
