@@ -232,6 +232,5 @@ def build_fleet(
         own = CopiedWeights(policy.loaded.model if template is None else template.model, held, travels)
         return build_engine(config, policy, held, own)
 
-    if workers is not None and folders is None:
-        start = engine_starter(workers, config, num_threads(config)[0])
-    return FleetEngine(start, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)
+    starter = start if workers is None or folders is not None else engine_starter(workers, config, num_threads(config)[0])
+    return FleetEngine(starter, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)

@@ -358,7 +358,7 @@ def _build_canary(
     trainer: PolicyTrainer | LeadingTrainer,
     trainer_thread: DaemonThread,
     bound: float,
-    carrier: StreamedWeights | None,
+    carrier: StreamedWeights | CarriedWeights | None,
 ) -> Canary:
     """It compares with the trainer; engines of a fleet that join late are proved by it, too."""
 
