@@ -9,6 +9,7 @@ from headrace.cluster.boards import RayBoard, SharedMemoryBoard
 from headrace.cluster.remote_engine import RemoteEngine
 from headrace.cluster.spec import ActorSpec
 from headrace.cluster.workers import Workers
+from headrace.config.engines import TransformersEngineConfig
 from headrace.config.load import resolved
 from headrace.config.schema import RunConfig
 from headrace.protocols import Engine
@@ -53,6 +54,9 @@ def _alone(config: RunConfig, num_threads: int) -> dict[str, Any]:
     """The configuration of one engine in a process of its own."""
     data: dict[str, Any] = resolved(config)
     data["engine"]["num_threads"] = num_threads
+    if isinstance(config.engine, TransformersEngineConfig):
+        data["engine"]["weights"] = "copy"  # the board brings new ones
+        data["engine"].pop("carrier", None)
     for section in ("fleet", "cluster", "parallel"):
         data.pop(section, None)
     return data

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from headrace.config.cluster import InProcessCluster, RayCluster
-from headrace.config.engines import SglangEngineConfig
+from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig
 
 if TYPE_CHECKING:
     from headrace.config.schema import RunConfig
@@ -31,6 +31,12 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
                     f"cluster.{name} has no effect: there are no environment and no reward workers (engines have "
                     "fleet.max_restarts); remove it"
                 )
+    embedded = counts["engine"] and isinstance(config.engine, TransformersEngineConfig)
+    if embedded and "carrier" in config.engine.model_fields_set:
+        yield (
+            f'engine.carrier has no effect: with cluster.type = "{cluster.type}", weights reach the engines by shared '
+            "memory or Ray's object store; remove it"
+        )
     if isinstance(cluster, RayCluster):
         yield from _ray(cluster, counts)
 
