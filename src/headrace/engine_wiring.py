@@ -25,7 +25,7 @@ from headrace.config.schema import RunConfig
 from headrace.config.vllm_python import find_python
 from headrace.control.watchdog import Watchdog
 from headrace.engines.embedded import TransformersEngine
-from headrace.engines.fleet.fleet import FleetEngine
+from headrace.engines.fleet.fleet import FleetEngine, StartEngine
 from headrace.engines.fleet.tally import OnSpan
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.vllm.client import Frozen, VllmEngine
@@ -232,5 +232,10 @@ def build_fleet(
         own = CopiedWeights(policy.loaded.model if template is None else template.model, held, travels)
         return build_engine(config, policy, held, own)
 
-    starter = start if workers is None or folders is not None else engine_starter(workers, config, num_threads(config)[0])
+    starter = (
+        start if workers is None or folders is not None else engine_starter(workers, config, num_threads(config)[0])
+    )
+    return FleetEngine(starter, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)    starter: StartEngine = start
+    if workers is not None and folders is None:
+        starter = engine_starter(workers, config, num_threads(config)[0])
     return FleetEngine(starter, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)

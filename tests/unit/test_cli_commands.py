@@ -113,7 +113,8 @@ def test_top_level_keys_are_those_of_the_schema() -> None:
     sections = {
         name
         for name, field in RunConfig.model_fields.items()
-        if name in ("tasks", "rewards", "gold", "critic", "supervised_data", "teacher", "engine", "cluster", "fleet", "launch")
+        if name
+        in ("tasks", "rewards", "gold", "critic", "supervised_data", "teacher", "engine", "cluster", "fleet", "launch")
         or (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
     }
     assert set(TOP_LEVEL_KEYS) == set(RunConfig.model_fields) - sections
