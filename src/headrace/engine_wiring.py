@@ -232,10 +232,7 @@ def build_fleet(
         own = CopiedWeights(policy.loaded.model if template is None else template.model, held, travels)
         return build_engine(config, policy, held, own)
 
-    starter = (
-        start if workers is None or folders is not None else engine_starter(workers, config, num_threads(config)[0])
-    )
-    return FleetEngine(starter, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)    starter: StartEngine = start
+    starter: StartEngine = start
     if workers is not None and folders is None:
         starter = engine_starter(workers, config, num_threads(config)[0])
     return FleetEngine(starter, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)
