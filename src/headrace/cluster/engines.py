@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headrace.cluster.boards import RayBoard, SharedMemoryBoard
@@ -14,7 +14,7 @@ from headrace.config.load import resolved
 from headrace.config.schema import RunConfig
 from headrace.protocols import Engine
 
-StartEngine = Callable[[int, int], Awaitable[Engine]]
+StartEngine = Callable[[int, int], Coroutine[Any, Any, Engine]]
 
 
 def engine_starter(workers: Workers, config: RunConfig, num_threads: int) -> StartEngine:
