@@ -89,8 +89,8 @@ def _check_listens(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=LISTEN_DEADLINE_S).close()
     except OSError as error:
         raise ConfigError(
-            f"nobody listens at the Ray cluster's address {address!r} ({error.strerror or error}); is its head up, and is "
-            "this the address that `ray start --head` printed?"
+            f"nobody listens at the Ray cluster's address {address!r} ({error.strerror or error}); is its head up, and "
+            "is this the address that `ray start --head` printed?"
         ) from error
 
 
