@@ -26,6 +26,7 @@ from headrace.config.vllm_python import find_python
 from headrace.control.watchdog import Watchdog
 from headrace.engines.embedded import TransformersEngine
 from headrace.engines.fleet.fleet import FleetEngine
+from headrace.engines.fleet.supervisor import StartEngine
 from headrace.engines.fleet.tally import OnSpan
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.vllm.client import Frozen, VllmEngine
@@ -231,6 +232,7 @@ def build_fleet(
         own = CopiedWeights(policy.loaded.model if template is None else template.model, held)
         return build_engine(config, policy, held, own)
 
+    starter: StartEngine = start
     if workers is not None and folders is None:
-        start = engine_starter(workers, config, num_threads(config)[0])
-    return FleetEngine(start, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)
+        starter = engine_starter(workers, config, num_threads(config)[0])
+    return FleetEngine(starter, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)
