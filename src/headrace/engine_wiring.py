@@ -25,7 +25,8 @@ from headrace.config.schema import RunConfig
 from headrace.config.vllm_python import find_python
 from headrace.control.watchdog import Watchdog
 from headrace.engines.embedded import TransformersEngine
-from headrace.engines.fleet.fleet import FleetEngine, StartEngine
+from headrace.engines.fleet.fleet import FleetEngine
+from headrace.engines.fleet.supervisor import StartEngine
 from headrace.engines.fleet.tally import OnSpan
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.vllm.client import Frozen, VllmEngine
@@ -218,7 +219,6 @@ def build_fleet(
     carries engines in processes of their own."""
 
     folders = model_folders(config, config.engine) if isinstance(config.engine, SglangEngineConfig) else None
-    travels = all_travel if config.model.lora is None else adapter_travels
 
     async def start(index: int, incarnation: int) -> Engine:
         held, log_path = version if incarnation == 0 else NO_VERSION, run_path / f"engine-{index}.log"
@@ -229,7 +229,7 @@ def build_fleet(
             return vllm
         if isinstance(config.engine, SglangEngineConfig) and folders is not None:
             return _build_sglang(config, config.engine, policy, held, template, folders, index)
-        own = CopiedWeights(policy.loaded.model if template is None else template.model, held, travels)
+        own = CopiedWeights(policy.loaded.model if template is None else template.model, held)
         return build_engine(config, policy, held, own)
 
     starter: StartEngine = start

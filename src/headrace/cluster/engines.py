@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headrace.cluster.boards import RayBoard, SharedMemoryBoard
@@ -12,9 +11,8 @@ from headrace.cluster.workers import Workers
 from headrace.config.engines import TransformersEngineConfig
 from headrace.config.load import resolved
 from headrace.config.schema import RunConfig
+from headrace.engines.fleet.supervisor import StartEngine
 from headrace.protocols import Engine
-
-StartEngine = Callable[[int, int], Awaitable[Engine]]
 
 
 def engine_starter(workers: Workers, config: RunConfig, num_threads: int) -> StartEngine:

@@ -31,11 +31,11 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
                     f"cluster.{name} has no effect: there are no environment and no reward workers (engines have "
                     "fleet.max_restarts); remove it"
                 )
-    embedded = counts["engine"] and isinstance(config.engine, TransformersEngineConfig)
-    if embedded and "carrier" in config.engine.model_fields_set:
+    engine = config.engine
+    if counts["engine"] and isinstance(engine, TransformersEngineConfig) and engine.carrier.type != "memory":
         yield (
-            f'engine.carrier has no effect: with cluster.type = "{cluster.type}", weights reach the engines by shared '
-            "memory or Ray's object store; remove it"
+            f'engine.carrier.type = "{engine.carrier.type}" has no effect: with cluster.type = "{cluster.type}", '
+            "weights reach the engines by shared memory or Ray's object store; remove it"
         )
     if isinstance(cluster, RayCluster):
         yield from _ray(cluster, counts)
