@@ -13,7 +13,7 @@ BENCH_DONE := $(BENCH_VENV)/.setup-done
 VLLM_DONE := $(VLLM_VENV)/.setup-done
 TORCH := $(shell grep '^torch==' constraints.txt)
 # What the tests and the quickstart use. The other extras (wandb, mlflow, ray) are larger than the rest together.
-EXTRAS := environments,tensorboard,trackio,prometheus
+EXTRAS := environments,http,tensorboard,trackio,prometheus
 MODEL_PATH := $(BIN)/python -c "from headrace.model.paths import resolve_model_path as r; print(r('smollm2-135m'))"
 FAST_TESTS := tests/unit tests/parity tests/fault tests/learning
 # One thread per process: tests start processes of their own, and more threads than cores slow all of them down.
@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-bench setup-vllm quickstart test test-integration test-full mutation bench clean \
+.PHONY: help setup setup-bench setup-vllm sglang-wheel quickstart test test-integration test-full mutation bench clean \
     check check-lint check-format check-types check-rooms
 
 help:  ## This list
@@ -59,6 +59,10 @@ $(VLLM_DONE): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
 	@touch $@
 
+sglang-wheel: setup  ## Fetch the SGLang wheel that its contract was read out of (39 MB; nothing of it is installed)
+	$(BIN)/python -m pip download -qq --no-deps --only-binary :all: -d build/wheels \
+	    --python-version 3.11 --platform manylinux_2_34_x86_64 sglang==0.5.23
+
 quickstart: setup  ## Train SmolLM2-135M on one-digit multiplication; before and after on held-out problems
 	$(BIN)/headrace model fetch smollm2-135m
 	$(BIN)/python examples/quickstart/run.py $(ARGS)
@@ -72,8 +76,8 @@ test-integration: setup  ## Whole runs with a real language model, and other pac
 test-full: setup  ## Every test, the slow ones too
 	$(PYTEST) tests $(ARGS)
 
-mutation: setup  ## Leave out each term of the algorithms' formulas in turn: some test must fail (about half an hour)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/algorithms.py $(ARGS)
+mutation: setup  ## Leave out each term of the algorithms' and control's code in turn: some test must fail (an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/rooms.py $(ARGS)
 
 check: check-lint check-format check-types check-rooms  ## Lint, format, strict types, and the rooms' import contracts
 
@@ -94,6 +98,7 @@ bench: setup setup-bench  ## headrace against TRL, the engine against generate()
 	$(BIN)/python benchmarks/engine.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/trainer.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/bookkeeping.py
+	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/versus_trl.py --model "$$($(MODEL_PATH))" --trl-python $(BENCH_VENV)/bin/python $(ARGS)
 
 clean:  ## Remove the environments and caches (runs and models stay)

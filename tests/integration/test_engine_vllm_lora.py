@@ -27,6 +27,7 @@ from vllm_fixture import (
 
 from headrace.cli.main import main
 from headrace.config.base import LoraConfig
+from headrace.engine_wiring import adapter_options
 from headrace.engines.vllm.server.adapter import is_adapter
 from headrace.model.load import prepare_model
 from headrace.protocols import WeightUpdate
@@ -34,7 +35,6 @@ from headrace.record.metrics import read_metrics
 from headrace.testing import tiny_tokenizer
 from headrace.types import Generation, PolicyVersion
 from headrace.weights import WeightUpdateError, checksums, named_parameters
-from headrace.wiring import adapter_options
 
 PROMPT = tuple(range(3, 43))
 EXACT = 1e-4

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headrace.config.carriers import DeltaCarrierConfig, FileCarrierConfig, MemoryCarrierConfig
 from headrace.config.checks import check_config
 from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import load_config, resolved, restore_config
@@ -41,13 +42,69 @@ def test_a_recorded_run_comes_back_with_its_engine(tmp_path: Path) -> None:
     assert again.engine.model_fields_set == {"type", "kv_cache_bytes"}
 
 
+def test_a_carrier_is_chosen_by_type(tmp_path: Path) -> None:
+    """Memory unless something else is said; a recorded run comes back with its carrier."""
+    assert load(tmp_path, "").engine.carrier == MemoryCarrierConfig()
+    text = '[engine]\ntype = "vllm"\n[engine.carrier]\n'
+    assert load(tmp_path, text + 'type = "file"\nkeep = 3').engine.carrier == FileCarrierConfig(keep=3)
+    config = load(tmp_path, text + 'type = "delta"\nanchor_every = 5\npath = "/nowhere"')
+    assert config.engine.carrier == DeltaCarrierConfig(anchor_every=5, path=Path("/nowhere"))
+    assert restore_config(resolved(config), "run.json").engine.carrier == config.engine.carrier
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[engine.carrier]\ntype = "fil"', "must be one of memory, file, delta, broadcast; did you mean 'file'?"),
+        ('[engine.carrier]\ntype = "file"\nanchor_every = 3', "engine.carrier.anchor_every is not a known key"),
+        ("[engine.carrier]\nkeep = 3", "engine.carrier.keep is not a known key"),
+        ('[engine.carrier]\ntype = "delta"\nkeep = 0', "engine.carrier.keep = 0"),
+    ],
+)
+def test_wrong_keys_of_a_carrier_are_named(tmp_path: Path, text: str, message: str) -> None:
+    """I20: of the carrier that was chosen."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[engine.carrier]\ntype = "file"', 'engine.carrier has no effect: engine.weights = "shared"'),
+        ('[engine.carrier]\ntype = "memory"', 'engine.carrier has no effect: engine.weights = "shared"'),
+        ('[engine]\nweights = "copy"\n[engine.carrier]\ntype = "broadcast"', "there is nobody to broadcast to"),
+        (
+            '[engine]\ntype = "vllm"\nmode = "in_process"\n[engine.carrier]\ntype = "broadcast"',
+            "there is nobody to broadcast to",
+        ),
+        ('[engine]\nweights = "copy"\n[engine.carrier]\ntype = "delta"', None),
+        ('[parallel]\ndp_shard = 2\n[engine.carrier]\ntype = "delta"', None),
+        ('[engine]\ntype = "vllm"\n[engine.carrier]\ntype = "broadcast"', None),
+    ],
+)
+def test_a_carrier_that_carries_nothing_is_refused(tmp_path: Path, text: str, message: str | None) -> None:
+    """I20: an option without effect in the chosen setting; what has an effect passes."""
+    if message is None:
+        check_config(load(tmp_path, text))
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_config(load(tmp_path, text))
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('[engine]\ntype = "vllm"\nweights = "copy"', "engine.weights is not a known key"),
         ("[engine]\nmax_batchsize = 3", "engine.max_batchsize is not a known key; did you mean engine.max_batch_size?"),
-        ('[engine]\ntype = "vlm"', "must be one of transformers, vllm; did you mean 'vllm'?"),
+        ('[engine]\ntype = "vlm"', "must be one of transformers, vllm, sglang, openai; did you mean 'vllm'?"),
         ('[engine]\ntype = "vllm"\nmax_batch_size = 0', "engine.max_batch_size = 0"),
+        ('[engine]\ntype = "sglang"', "engine.urls"),
+        ('[engine]\ntype = "sglang"\nurls = ["10.0.0.7:30000"]', "engine.urls"),
+        ('[engine]\ntype = "openai"\nurl = "https://me:secret@example.org/v1"', "engine.url"),
+        ('[engine]\ntype = "openai"\nurl = "https://e/v1"\napi_key = "sk-1"', "engine.api_key is not a known key"),
+        ('[engine]\ntype = "openai"\nurl = "https://e/v1"\napi_key_variable = "sk-1"', "engine.api_key_variable"),
         ("max_batch_size = 3", "did you mean engine.max_batch_size?"),
     ],
 )
@@ -81,6 +138,32 @@ def test_what_vllm_cannot_do_is_refused(sections: dict[str, Any], message: str) 
     """I20: no silent fallback."""
     with pytest.raises(ConfigError, match=message):
         check_config(config(**sections))
+
+
+SGLANG = {"type": "sglang", "urls": ("http://10.0.0.7:30000",)}
+ASYNC = {"max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"path": "m", "lora": {}}}, "adapters do not travel to SGLang yet"),
+        ({"sampling": {"top_p": 0.9, "top_k": 5}}, "SGLang measures top-p over all ids"),
+        ({"engine": {**SGLANG, "kv_policy": "keep"}, "rollout": ASYNC}, "has no effect: guards.canary_every is 1"),
+        ({"engine": {**SGLANG, "kv_policy": "recompute"}}, "engine.kv_policy has no effect"),
+        ({"engine": {**SGLANG, "urls": ("http://a", "http://b")}}, "names 2 servers, and the run has one engine"),
+    ],
+)
+def test_what_sglang_cannot_do_is_refused(sections: dict[str, Any], message: str) -> None:
+    """I20: no silent fallback."""
+    with pytest.raises(ConfigError, match=message):
+        check_config(config(**{"engine": SGLANG, **sections}))
+
+
+def test_what_sglang_can_do_is_accepted() -> None:
+    check_config(config(engine=SGLANG, sampling={"top_k": 100}))
+    check_config(config(engine=SGLANG, sampling={"top_p": 0.9}, rollout=ASYNC))
+    check_config(config(engine={**SGLANG, "kv_policy": "keep"}, rollout=ASYNC, guards={"canary_every": 4}))
 
 
 def test_what_vllm_can_do_is_accepted() -> None:

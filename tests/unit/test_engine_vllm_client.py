@@ -17,10 +17,10 @@ from vllm_scripted_server import VOCAB, distribution
 
 from headrace.config.engines import VllmEngineConfig
 from headrace.engines import EngineError, RequestError
+from headrace.engines.semantics import SemanticsError
 from headrace.engines.vllm import client
 from headrace.engines.vllm.client import VllmEngine
 from headrace.engines.vllm.launch import backend_options, in_a_process
-from headrace.engines.vllm.semantics import SemanticsError
 from headrace.errors import HeadraceError
 from headrace.protocols import Engine, WeightUpdate
 from headrace.types import Generation, GenerationRequest, PolicyVersion, Sampling, VersionSpan

@@ -6,7 +6,7 @@ looked for here, with the run's own decoder. A server that dies fails everything
 and its last words; nothing is started again behind the run's back.
 
 The server starts with the first call, gets the trainer's weights like any later update, and must pass
-:mod:`headrace.engines.vllm.semantics` before it serves anything. Requests that are submitted in one turn of the event
+:mod:`headrace.engines.semantics` before it serves anything. Requests that are submitted in one turn of the event
 loop travel in one message, so that they start in one step.
 """
 
@@ -23,8 +23,8 @@ from headrace.config.engines import VllmEngineConfig
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.errors import EngineError, RequestError
 from headrace.engines.request import Running, check_request
+from headrace.engines.semantics import check_semantics
 from headrace.engines.vllm.launch import Host, Launch
-from headrace.engines.vllm.semantics import check_semantics
 from headrace.engines.vllm.wire import (
     LENGTH_BYTES,
     Message,
@@ -481,7 +481,9 @@ class VllmEngine:
                 future.exception()  # seen, whoever waits
         for running in self._by_handle.values():
             if not running.future.done():
-                running.future.set_exception(EngineError(f"request {running.request.id}: {failure}"))
+                error = EngineError(f"request {running.request.id}: {failure}")
+                error.partial = running.generation("abort", carry_kept_ids=True)
+                running.future.set_exception(error)
         if self._server is not None and not self._is_closed:
             with contextlib.suppress(OSError):
                 self._server.kill()
