@@ -76,8 +76,8 @@ test-integration: setup  ## Whole runs with a real language model, and other pac
 test-full: setup  ## Every test, the slow ones too
 	$(PYTEST) tests $(ARGS)
 
-mutation: setup  ## Leave out each term of the algorithms' formulas in turn: some test must fail (about half an hour)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/algorithms.py $(ARGS)
+mutation: setup  ## Leave out each term of the algorithms' and control's code in turn: some test must fail (an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/rooms.py $(ARGS)
 
 check: check-lint check-format check-types check-rooms  ## Lint, format, strict types, and the rooms' import contracts
 
@@ -98,6 +98,7 @@ bench: setup setup-bench  ## headrace against TRL, the engine against generate()
 	$(BIN)/python benchmarks/engine.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/trainer.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/bookkeeping.py
+	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/versus_trl.py --model "$$($(MODEL_PATH))" --trl-python $(BENCH_VENV)/bin/python $(ARGS)
 
 clean:  ## Remove the environments and caches (runs and models stay)

@@ -15,6 +15,8 @@ skipped:
   its guards held (canary, ratio 1, books).
 * ``trainer``: tokens/s, model FLOP/s over the measured rate of a matrix product (MFU), and peak memory of the gradient
   pass, from benchmarks/trainer.py, against padded transformers.
+* ``lease``: engine and trainer hand the device's memory to each other (benchmarks/lease_check.py): what each hand-over
+  moved, and that the engine then serves the stepped weights.
 
 A memory forecast to set beside the measured peaks is not part of this yet. The last line printed is one JSON object;
 the exit code is 0 where every part passed.
@@ -40,6 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parent))
 
 import trainer as trainer_benchmark
+from lease_check import check_lease
 
 from headrace.config.schema import RunConfig, TrainerConfig
 from headrace.model.attention import ATTENTION_NAME
@@ -222,6 +225,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "parity": check_parity,
     "loop": check_loop,
     "trainer": check_trainer,
+    "lease": check_lease,
 }
 
 

@@ -39,6 +39,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.checked import sglang_calls
+from headrace.child_process import how_it_ended
 from headrace.config.engines import SglangEngineConfig
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.start import Expected
@@ -245,6 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
             found = asyncio.run(run_parts(Check(args, url, Path(folder))))
     finally:
         if server is not None:
+            if (code := server.poll()) is not None:
+                print(f"the server that was started here {how_it_ended(code)}", flush=True)
             server.terminate()
             server.wait(60)
     passed = all(part["passed"] for part in found.values())

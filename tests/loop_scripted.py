@@ -14,6 +14,7 @@ from headrace.config.load import resolved, restore_config
 from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
+from headrace.engines.fleet.fleet import FleetEngine
 from headrace.environments.runner import EpisodeRunner
 from headrace.environments.single_turn import SingleTurn
 from headrace.environments.task_list import TaskList
@@ -40,8 +41,9 @@ from headrace.scripted import (
     ScriptedTrainer,
     run_in_virtual_time,
 )
-from headrace.types import Episode, Sample, Sampling, Score, ScoreResult, Task
+from headrace.types import Episode, PolicyVersion, Sample, Sampling, Score, ScoreResult, Task
 from headrace.weights.canary import Canary
+from headrace.weights.catch_up import TrainerCatchUp
 
 TASKS = [Task(id=f"t{i}", messages=({"role": "user", "content": f"{i}?"},), answer="1") for i in range(64)]
 
@@ -73,7 +75,7 @@ def by_member(episode: Episode) -> ScoreResult:
 def scripted_parts(
     config: RunConfig,
     *,
-    engine: ScriptedEngine | None = None,
+    engine: ScriptedEngine | Callable[[Watchdog, PolicyVersion], FleetEngine] | None = None,
     trainer: ScriptedTrainer | None = None,
     thread: ScriptedThread | None = None,
     writer: ScriptedThread | None = None,
@@ -84,7 +86,7 @@ def scripted_parts(
 ) -> Parts:
     """As ``wiring.build_parts``; call it inside the virtual event loop. A folder with a run in it is resumed."""
     clock = asyncio.get_running_loop().time
-    engine, trainer, thread = engine or ScriptedEngine(), trainer or ScriptedTrainer(), thread or ScriptedThread()
+    trainer, thread = trainer or ScriptedTrainer(), thread or ScriptedThread()
     reward = reward or ScriptedReward(judge)
     is_resume = (config.run_dir / "run.json").exists()
     info = collect_run_info(
@@ -99,7 +101,12 @@ def scripted_parts(
     store = LedgerStore(run_dir.ledger_path, ledger)
     lineage = store.open_lineage(trainer.version.number if store.num_replayed else None)
     trainer.set_lineage(lineage)
-    engine.version = trainer.version
+    watchdog = Watchdog(clock, config.guards.stall_min_s)
+    if engine is not None and not isinstance(engine, ScriptedEngine):
+        engine = engine(watchdog, trainer.version)
+    else:
+        engine = engine or ScriptedEngine()
+        engine.version = trainer.version
     record = Record(
         run_dir=run_dir,
         lineage=lineage,
@@ -110,7 +117,6 @@ def scripted_parts(
         spans=SpanWriter(run_dir.spans_path, "loop", lineage, clock),
         metrics=MetricsWriter(run_dir.metrics_path, lineage),
     )
-    watchdog = Watchdog(clock, config.guards.stall_min_s)
     progress = Progress(config.trainer.num_batches, enabled=False)
     sinks = build_sinks(config.monitor, run_dir.path, config.name, {})
     runner = EpisodeRunner(
@@ -126,6 +132,11 @@ def scripted_parts(
 
     async def score(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
         return [t.tolist() for t in await thread.call(trainer.forward, samples)]
+
+    canary = Canary(engine, score, (2, 65), bound=1e-3, trainer_checksums=lambda: {}, shares_weights=True)
+    if isinstance(engine, FleetEngine):
+        engine.catch_up_by(TrainerCatchUp(canary, trainer, lambda: {}, thread.call))
+        engine.tally._on_span = record.spans.add
 
     return Parts(
         config=config,
@@ -144,7 +155,7 @@ def scripted_parts(
             max_new_tokens=config.sampling.max_new_tokens,
             min_group_size=config.rollout.min_group_size,
         ),
-        canary=Canary(engine, score, (2, 65), bound=1e-3, trainer_checksums=lambda: {}, shares_weights=True),
+        canary=canary,
         max_ratio_error=1e-3,
         watchdog=watchdog,
         overlap=Overlap(thread=writer or thread, snapshot=trainer.snapshot) if config.checkpoint.overlap else None,
@@ -161,6 +172,7 @@ def scripted_parts(
             progress=progress,
             engine=engine,
             reward=reward,
+            watchdog=watchdog,
         ),
         restored=checkpoint.state() if checkpoint is not None else {},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,13 @@ from headrace.checked import (
 from headrace.config.base import LoraConfig
 from headrace.config.engine_checks import NO_TRAINING
 from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig, VllmEngineConfig
+from headrace.config.fleet import FleetConfig
 from headrace.config.schema import RunConfig
 from headrace.config.vllm_python import find_python
+from headrace.control.watchdog import Watchdog
 from headrace.engines.embedded import TransformersEngine
+from headrace.engines.fleet.fleet import FleetEngine
+from headrace.engines.fleet.tally import OnSpan
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.vllm.client import Frozen, VllmEngine
 from headrace.engines.vllm.in_process import ServerThread
@@ -28,7 +33,7 @@ from headrace.engines.vllm.server.backend import AdapterOptions
 from headrace.errors import ConfigError
 from headrace.model.load import ADAPTER_NAME
 from headrace.model.paths import resolve_model_path
-from headrace.protocols import WeightUpdate
+from headrace.protocols import Engine, WeightUpdate
 from headrace.types import PolicyVersion
 from headrace.weights.carried import CarriedWeights
 from headrace.weights.checksums import named_parameters
@@ -40,22 +45,26 @@ from headrace.weights.senders import make_sender
 from headrace.weights.shared_memory import SharedMemorySender
 from headrace.weights.streamed import StreamedWeights
 
+NO_VERSION = PolicyVersion(-1, 0)
+"""Of weights that were never published: older than every version."""
+
 
 def num_threads(config: RunConfig) -> tuple[int, int]:
-    """(engine, trainer): all cores each where they take turns or the engine has its own machine, half each where they
-    run at the same time; divided by the processes of the run."""
+    """(one engine, trainer): all cores each where they take turns or the engine has its own machine, half each where
+    they run at the same time; divided by the processes of the run, and the engines' among themselves."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     takes_turns = config.rollout.max_staleness == 0 or isinstance(config.engine, SglangEngineConfig)  # elsewhere
     shares = config.parallel.world_size if takes_turns else 2 * config.parallel.world_size
     default = max(1, num_cores // shares)
-    return config.engine.num_threads or default, config.trainer.num_threads or default
+    num_engines = 1 if config.fleet is None else config.fleet.num_engines
+    return config.engine.num_threads or max(1, default // num_engines), config.trainer.num_threads or default
 
 
 def build_engine(
     config: RunConfig,
     policy: Policy,
     version: PolicyVersion,
-    carrier: StreamedWeights | CarriedWeights | None = None,
+    carrier: StreamedWeights | CarriedWeights | CopiedWeights | None = None,
     log_path: Path | None = None,
 ) -> TransformersEngine | VllmEngine | SglangEngine:
     """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes;
@@ -95,15 +104,16 @@ def _build_vllm(
     engine: VllmEngineConfig,
     policy: Policy,
     version: PolicyVersion,
-    carrier: StreamedWeights | CarriedWeights | None,
+    carrier: StreamedWeights | CarriedWeights | CopiedWeights | None,
     log_path: Path | None,
+    weights_path: Path | None = None,
 ) -> VllmEngine:
     """It starts from the weights of ``carrier``, else from the trainer's own: they are read at the first call, which
     the loop makes before any optimizer step."""
     engine_threads, _ = num_threads(config)
     engine = engine.model_copy(update={"num_threads": engine_threads})
     model = carrier.model if carrier is not None else policy.loaded.model
-    sender = make_sender(engine.carrier, config.run_dir / "weights")
+    sender = make_sender(engine.carrier, weights_path or config.run_dir / "weights")
     tensors, once, frozen = named_parameters(model), None, None
     if config.model.lora is not None:
         base = {name: tensor for name, tensor in tensors.items() if not adapter_travels(name)}
@@ -164,7 +174,7 @@ def _build_sglang(
     engine: SglangEngineConfig,
     policy: Policy,
     version: PolicyVersion,
-    carrier: StreamedWeights | CarriedWeights | None,
+    carrier: StreamedWeights | CarriedWeights | CopiedWeights | None,
     folders: ModelFolders,
     index: int = 0,
 ) -> SglangEngine:
@@ -188,3 +198,36 @@ def model_folders(config: RunConfig, engine: SglangEngineConfig) -> ModelFolders
     """Where the run's versions lie for servers to read."""
     root = (engine.weights_path or config.run_dir / "weights").expanduser()
     return ModelFolders(root, Path(resolve_model_path(config.model.path)).expanduser())
+
+
+def build_fleet(
+    config: RunConfig,
+    fleet: FleetConfig,
+    policy: Policy,
+    version: PolicyVersion,
+    template: StreamedWeights | CarriedWeights | None,
+    *,
+    watchdog: Watchdog,
+    run_path: Path,
+    on_span: OnSpan,
+    on_event: Callable[[str], None],
+) -> FleetEngine:
+    """Engines of the kind that the configuration names, behind one. ``template``: the whole model with the present
+    weights, where the trainer has several processes. An engine that is started again begins with whatever weights are
+    at hand, as no version at all: it is given the published ones, and proved, before it serves."""
+
+    folders = model_folders(config, config.engine) if isinstance(config.engine, SglangEngineConfig) else None
+
+    async def start(index: int, incarnation: int) -> Engine:
+        held, log_path = version if incarnation == 0 else NO_VERSION, run_path / f"engine-{index}.log"
+        if isinstance(config.engine, VllmEngineConfig):
+            weights_path = config.run_dir / "weights" / f"engine-{index}-{incarnation}"
+            vllm = _build_vllm(config, config.engine, policy, held, template, log_path, weights_path)
+            await vllm.start()
+            return vllm
+        if isinstance(config.engine, SglangEngineConfig) and folders is not None:
+            return _build_sglang(config, config.engine, policy, held, template, folders, index)
+        own = CopiedWeights(policy.loaded.model if template is None else template.model, held)
+        return build_engine(config, policy, held, own)
+
+    return FleetEngine(start, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)

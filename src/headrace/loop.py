@@ -46,9 +46,9 @@ Rules that hold here:
   is the synchronous run: groups are issued in waves, when nothing is in flight, and a wave is settled as a whole, in
   order of keys. Deadlines apart, nothing in it depends on time.
 * Where an attempt fails (engine, environment, their deadlines; not its reward), the engine is asked for its health. If
-  it is dead, the run ends with EngineDied, and the attempt stays 'in flight' in the books. If not, the attempt is
-  booked as failed, never scored, and on_failure says whether its member is tried again. Whatever the cause, an attempt
-  without a score enters no baseline.
+  it is dead (of a fleet: all are), the run ends with EngineDied, and the attempt stays 'in flight' in the books. If
+  not, the attempt is booked as failed, never scored, and on_failure says whether its member is tried again. Whatever
+  the cause, an attempt without a score enters no baseline.
 * Books before work: 'issued' is on disk before an attempt starts, 'trained' before its update is published; it is
   trained for good once a checkpoint of that update or a later one is complete. Commits are short and on this thread.
 * A checkpoint is cut right after a publish, whenever it is written. It names the groups that were in flight or
@@ -74,8 +74,8 @@ from headrace.control.checks import check_error_share, check_first_ratio, check_
 from headrace.control.cursor import TaskCursor
 from headrace.control.grouping import Complete, Discard, GroupAssembler, Retry
 from headrace.control.samples import checked_samples
-from headrace.control.staleness import BatchSelector, mask_overage, overage_in_flight
-from headrace.errors import HeadraceError
+from headrace.control.staleness import BatchSelector, mask_overage, overage
+from headrace.errors import PartLost
 from headrace.evaluation.result import EvaluationResult
 from headrace.parts import Parts
 from headrace.reporting import TrainRecord, failure_class
@@ -88,7 +88,7 @@ class StopRequested(Exception):
     """Somebody asked the run to stop (Ctrl-C); it ends at the next safe point."""
 
 
-class EngineDied(HeadraceError):
+class EngineDied(PartLost):
     """The engine failed for good. What was in flight was not trained, and is issued again by a resume."""
 
 
@@ -302,7 +302,7 @@ class Loop:
             self._drop_episodes(group.id, group.episodes, "stale")
         if self.config.rollout.on_overage != "drop":
             return
-        for group_id in overage_in_flight(self.issued_at, self.batch_index, self.config.rollout.max_staleness):
+        for group_id in overage(self.issued_at, self.batch_index, self.config.rollout.max_staleness):
             discarded = self.assembler.abandon(group_id, "stale")
             for key in discarded.open_keys:
                 self._attempts.pop(key).cancel()

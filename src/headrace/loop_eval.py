@@ -105,7 +105,7 @@ async def _evaluate(config: RunConfig, target: Target) -> EvaluationResult:
     rollout = config.rollout.model_copy(update={"max_staleness": 0})
     config = config.model_copy(update={"model": model})
     checked = check_before_work(config, trains=False)
-    config = config.model_copy(update={"rollout": rollout})
+    config = config.model_copy(update={"rollout": rollout, "fleet": None})
     _check_held_out(checked)
     policy = load_policy(config)
     if target.checkpoint is not None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from headrace.algorithms.fields import Minibatch
+from headrace.cluster.workers import Workers
 from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
@@ -122,6 +123,8 @@ class Parts:
     overlap: Overlap | None = None
     """None: the run waits for its checkpoints."""
     gold_check: GoldCheck | None = None
+    workers: Workers | None = None
+    """What runs in other processes besides engines and trainer ranks."""
     supervised: SupervisedStream | None = None
     """What is imitated beside the rollouts."""
     teacher: Teacher | None = None
@@ -300,9 +303,15 @@ class Parts:
     async def close(self) -> list[SinkHealth]:
         """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""
         self.progress.stop()
-        for name, call in (("engine", self.engine.close()), ("reward", self.reward.close())):
+        closes: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+            ("engine", self.engine.close),
+            ("reward", self.reward.close),
+        ]
+        if self.workers is not None:
+            closes.append(("workers", self.workers.close))
+        for name, close in closes:
             try:
-                await self.wait(call, waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
+                await self.wait(close(), waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
             except DeadlineError as error:
                 self.progress.note(str(error))
         try:

@@ -12,7 +12,7 @@ from headrace.environments.runner import EpisodeRunner
 from headrace.evaluation.evaluate import evaluate
 from headrace.evaluation.result import EvaluationResult
 from headrace.protocols import Reward
-from headrace.types import AttemptKey, Episode, ErrorClass, Sampling, ScoreError, Task
+from headrace.types import AttemptKey, Episode, ErrorClass, PolicyVersion, Sampling, ScoreError, Task
 
 REWARD_MARGIN_S = 5.0
 """On top of the reward's own deadline, which it should be the first to notice."""
@@ -40,12 +40,18 @@ class Player:
         return self.greedy if key.member == self.greedy_member else self.sampling
 
     async def play(
-        self, key: AttemptKey, task: Task, sampling: Sampling, stream: str, reward: Reward | None = None
+        self,
+        key: AttemptKey,
+        task: Task,
+        sampling: Sampling,
+        stream: str,
+        reward: Reward | None = None,
+        version: PolicyVersion | None = None,
     ) -> Episode:
         """One episode, judged by ``reward`` or the player's own. Without a score where the machinery failed, with a
         classed error where the reward did. ``stream`` separates random streams of equal keys (rollouts,
-        evaluations)."""
-        episode = await self.runner.run(key, task, sampling=sampling, stream=stream)
+        evaluations). ``version``: the only one that may play it."""
+        episode = await self.runner.run(key, task, sampling=sampling, stream=stream, version=version)
         self.runner.watchdog.progress(f"episode {key}")
         if episode.outcome.is_failure:
             return episode
@@ -72,12 +78,13 @@ class Player:
         by the policy and not by luck."""
         tasks = tasks[: config.num_tasks]
         index = {task.id: number for number, task in enumerate(tasks)}
+        version, reward = self.runner.engine.version, self.evaluation_reward  # pinned, also where engines are at two
 
         async def run_episode(task: Task, sample: int, is_greedy: bool) -> Episode:
             key = AttemptKey(index[task.id], sample)
             if is_greedy:
-                return await self.play(key, task, self.greedy, "evaluation-greedy", self.evaluation_reward)
-            return await self.play(key, task, self.sampling, "evaluation", self.evaluation_reward)
+                return await self.play(key, task, self.greedy, "evaluation-greedy", reward, version)
+            return await self.play(key, task, self.sampling, "evaluation", reward, version)
 
         return await evaluate(
             tasks,

@@ -62,6 +62,12 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    max_running: int = 0
+    """Requests that can run at once; 0: not known."""
+    kv_used_tokens: int = 0
+    """Room for keys and values that running requests take now, in tokens."""
+    kv_total_tokens: int = 0
+    """All of that room; 0: not known, or without a bound."""
     num_generated_tokens: int = 0
     num_prefill_tokens: int = 0
     num_cached_prefix_tokens: int = 0
@@ -81,6 +87,17 @@ class WeightUpdate:
     """Of a trainer of several processes: makes the whole tensors, a bounded number at a time. Take all of them."""
     manifest: Mapping[str, Any] | None = None
     """JSON: where a carrier has put them already (``headrace.weights.carrier``); then nothing else is read."""
+
+
+class Probed(Protocol):
+    """As much of an engine as its canary needs."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    async def probe(self, requests: Sequence[GenerationRequest]) -> list[Generation]: ...
+
+    def weight_checksums(self) -> Mapping[str, str]: ...
 
 
 @runtime_checkable
@@ -161,6 +178,66 @@ class ChatEngine(Protocol):
     async def chat(self, request: ChatRequest) -> ChatReply: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class LendableEngine(Engine, Protocol):
+    """An engine that can hand over its device's memory: one half of a lease (``control/lease.py``)."""
+
+    async def release(self) -> None:
+        """Free weights and keys and values; the engine must be paused. Requests in flight stand still."""
+        ...
+
+    async def acquire(self) -> None:
+        """Room for them again; ``update_weights`` must follow before anything is served."""
+        ...
+
+    def held_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class LendableTrainer(Protocol):
+    """The other half. Blocking, on the trainer's thread."""
+
+    def offload(self) -> None:
+        """Move everything into host memory; nothing else may be called until :meth:`onload`."""
+        ...
+
+    def onload(self) -> None: ...
+
+    def held_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class Fleet(Protocol):
+    """What an engine made of several engines says besides: each of them is proved by its name (I6)."""
+
+    async def unproved(self) -> Mapping[str, Probed]:
+        """Name -> engine, of those that hold the published version and have not been proved to serve it. A call on one
+        that is lost meanwhile raises :class:`headrace.errors.EngineLost`: the fleet has taken it out."""
+        ...
+
+    def proved(self, name: str, version: PolicyVersion) -> None:
+        """The engine serves ``version``: it may take work."""
+        ...
+
+    def batch_metrics(self) -> Mapping[str, float]:
+        """What happened since this was last asked, named for metrics.jsonl."""
+        ...
+
+
+class CatchUp(Protocol):
+    """How an engine that joins between two publishes gets the weights that the others serve, and is proved."""
+
+    async def update(self) -> WeightUpdate | None:
+        """The published weights, as tensors (or a reference to them) that stay as they are; None where the trainer has
+        begun to change them and no copy is left: then the engine waits for the next publish."""
+        ...
+
+    async def prove(self, name: str, engine: Probed, update: WeightUpdate) -> bool:
+        """True where the engine serves ``update`` (I6); False where that cannot be told any more. Raises where it
+        serves something else."""
+        ...
 
 
 # ------------------------------------------------------------------------------- tasks and environments

@@ -17,12 +17,13 @@ from torch import Tensor
 from headrace.algorithms.fields import Minibatch
 from headrace.algorithms.values import explained_variance
 from headrace.control.ledger import Ledger
+from headrace.control.watchdog import Watchdog
 from headrace.errors import HeadraceError
 from headrace.monitor.batch_metrics import batch_metrics
 from headrace.monitor.fanout import FanOut
 from headrace.monitor.health import HealthMonitor
 from headrace.monitor.progress import Progress
-from headrace.protocols import Engine, EngineStats, Reward
+from headrace.protocols import Engine, EngineStats, Fleet, Reward
 from headrace.record.episodes import EpisodeWriter, episode_record
 from headrace.record.metrics import MetricsWriter, read_metrics
 from headrace.record.spans import SpanWriter
@@ -124,6 +125,7 @@ class Reporter:
         progress: Progress,
         engine: Engine,
         reward: Reward,
+        watchdog: Watchdog,
     ) -> None:
         self._lineage = lineage
         self._metrics = metrics
@@ -134,6 +136,7 @@ class Reporter:
         self._progress = progress
         self._engine = engine
         self._reward = reward
+        self._watchdog = watchdog
         self._last_stats = engine.stats()
         self._memory: dict[str, Any] = {}
         """Goes into the next line."""
@@ -199,6 +202,7 @@ class Reporter:
         metrics |= batch_metrics(batch, attempted=attempted, success_threshold=self._reward.value_range[1])
         metrics |= extra
         metrics |= self._rates(extra)
+        metrics |= self._waits()
         metrics |= self._memory
         self._memory = {}
         metrics |= {f"ledger/{name}": float(count) for name, count in ledger.summary().items()}
@@ -230,7 +234,23 @@ class Reporter:
         step_s = times.get("time/step_s", 0.0)
         if step_s > 0:
             rates["rate/samples_per_s"] = times.get("train/num_samples", 0.0) / step_s
+            rates["idle/trainer_s"] = times.get("time/gather_s", 0.0)
+            rates |= self._idle_engines(step_s, decode_s)
         return rates
+
+    def _idle_engines(self, step_s: float, busy_s: float) -> dict[str, float]:
+        """Seconds of the batch in which an engine computed nothing, for each of a fleet."""
+        if not isinstance(self._engine, Fleet):
+            return {"idle/engine_s": max(0.0, step_s - busy_s)}
+        found = dict(self._engine.batch_metrics())
+        busy = {name: found[name] for name in found if name.startswith("busy/")}
+        idle = {name.replace("busy/", "idle/"): max(0.0, step_s - value) for name, value in busy.items()}
+        return found | idle
+
+    def _waits(self) -> dict[str, float]:
+        """Who waited on whom since the last batch; what went on at the same time is added up."""
+        waited_s = self._watchdog.take_waited_s().items()
+        return {f"wait/{waiter}_on_{on.replace(' ', '_')}_s": seconds for (waiter, on), seconds in sorted(waited_s)}
 
 
 def _since(now: EngineStats, before: EngineStats, name: str) -> float:

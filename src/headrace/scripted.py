@@ -153,7 +153,7 @@ class ScriptedEngine:
             request_id=request.id,
             ids=tuple(ids[: len(versions)]),
             logprobs=(reply.logprob,) * len(versions),
-            version_spans=tuple(_spans(versions)),
+            version_spans=tuple(spans_of(versions)),
             finish_reason="abort" if len(versions) < len(ids) else reply.finish,
         )
 
@@ -217,7 +217,8 @@ class ScriptedEngine:
             await asyncio.Event().wait()
 
 
-def _spans(versions: Sequence[PolicyVersion]) -> Iterator[VersionSpan]:
+def spans_of(versions: Sequence[PolicyVersion]) -> Iterator[VersionSpan]:
+    """The spans of tokens that were sampled by these versions, one after the other."""
     start = 0
     for version, same in groupby(versions):
         end = start + len(list(same))
@@ -240,6 +241,7 @@ class ScriptedTrainer:
         """What it says about fresh tokens (I5)."""
         self.errors: dict[str, Exception] = {}
         """Method name -> what its next call raises."""
+        self.holds_published_weights = True
         self._last: dict[str, Tensor] = {}
 
     def set_lineage(self, lineage: int) -> None:
@@ -263,6 +265,7 @@ class ScriptedTrainer:
     def optim_step(self) -> dict[str, float]:
         self._raise("optim_step")
         self.step += 1
+        self.holds_published_weights = False
         return {"grad_norm": 1.0, "learning_rate": 1.0, "num_empty_steps": 0.0}
 
     def memory(self) -> list[MemoryUse]:
@@ -272,6 +275,7 @@ class ScriptedTrainer:
     def publish(self) -> WeightUpdate:
         self._raise("publish")
         self.version = PolicyVersion(self.version.lineage, self.version.number + 1)
+        self.holds_published_weights = True
         return WeightUpdate(version=self.version)
 
     def save(self, path: Path) -> None:

@@ -130,6 +130,11 @@ class GenerationRequest:
     """Requests with one key share their prompt's prefill (the members of a group)."""
     cache_salt: str | None = None
     """A prefix-cache namespace: a fresh salt forces a cold cache (the canary of I6)."""
+    first_draw: int = 0
+    """Draws of the seed's random stream that were made before: the end of ``prompt_ids`` is a reply that another
+    engine has begun."""
+    version: PolicyVersion | None = None
+    """The only version that may answer (an evaluation's); None: whichever serves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
+from torch import Tensor
 
-from headrace.checked import (
-    Checked,
-    Policy,
-    check_before_work,
-    load_critic,
-    load_policy,
-)
+from headrace.checked import Checked, Policy, check_before_work, load_critic, load_policy
+from headrace.cluster.ray_followers import RayFollowers
+from headrace.cluster.workers import Workers
 from headrace.config.engines import TransformersEngineConfig
 from headrace.config.load import resolved
 from headrace.config.prompts import check_prompts
@@ -28,7 +25,8 @@ from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
-from headrace.engine_wiring import build_engine, num_threads
+from headrace.engine_wiring import build_engine, build_fleet, num_threads
+from headrace.engines.fleet.fleet import FleetEngine
 from headrace.environments.registry import make_environment
 from headrace.environments.runner import EpisodeRunner
 from headrace.errors import ConfigError
@@ -40,7 +38,7 @@ from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
 from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
-from headrace.protocols import ChatEngine, Clock, Engine, Reward
+from headrace.protocols import ChatEngine, Clock, Engine, Environment, Reward
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.ledger_store import LedgerStore
@@ -51,14 +49,15 @@ from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.supervised import SupervisedStream
 from headrace.teacher import Teacher
-from headrace.trainer.crew import Followers, LeadingTrainer, join_run
+from headrace.trainer.crew import Crew, Followers, LeadingTrainer, join_run
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
-from headrace.types import PolicyVersion, Sample, Sampling
+from headrace.types import PolicyVersion, Sample, Sampling, Task
 from headrace.weights.canary import NUM_PROBE_TOKENS, Canary
 from headrace.weights.carried import CarriedWeights
+from headrace.weights.catch_up import TrainerCatchUp
 from headrace.weights.checksums import checksum, checksums, named_parameters
 from headrace.weights.receivers import make_receiver
 from headrace.weights.senders import make_sender
@@ -77,12 +76,13 @@ def build_player(
     watchdog: Watchdog,
     clock: Clock,
     gold: Reward | None = None,
+    environments: Callable[[Task], Environment] = make_environment,
 ) -> Player:
     """Plays episodes as the configuration says. ``policy``: None with an engine of text."""
     runner = EpisodeRunner(
         engine=engine,
         renderer=None if policy is None else policy.renderer,
-        make_environment=make_environment,
+        make_environment=environments,
         watchdog=watchdog,
         clock=clock,
         run_seed=config.seed,
@@ -109,13 +109,18 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
     limit = policy.loaded.max_context
     supervised = SupervisedStream.build(checked.conversations, config, policy.renderer, limit)
-    mixed = _Mixed(supervised=supervised, teacher=Teacher.load(config, policy.loaded))
-    trainer, carrier = _build_trainer(checked, policy)
+    workers = Workers.of(config)
+    beside = _Beside(supervised=supervised, teacher=Teacher.load(config, policy.loaded), workers=workers)
+    trainer, carrier = _build_trainer(checked, policy, workers)
     try:
         run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
         try:
             record, checkpoint = _open_record(checked, trainer, run_dir, clock)
-            return _connect(checked, policy, trainer, carrier, mixed, record, checkpoint, clock)
+            if workers is not None:
+                workers.journal.open(run_dir.path)
+                reward, gold = workers.rewards(checked.reward, checked.gold)
+                checked = replace(checked, reward=reward, gold=gold)
+            return _connect(checked, policy, trainer, carrier, beside, record, checkpoint, clock)
         except BaseException:
             run_dir.close()
             raise
@@ -130,7 +135,7 @@ def _on_over_optimisation(config: RunConfig) -> Literal["warn", "stop"]:
 
 
 def _build_trainer(
-    checked: Checked, policy: Policy
+    checked: Checked, policy: Policy, workers: Workers | None
 ) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights | CarriedWeights]:
     """The trainer; with several processes also the engine's weights, copied before the model is split."""
     config = checked.config
@@ -145,7 +150,11 @@ def _build_trainer(
     else:
         sender = make_sender(engine.carrier, config.run_dir / "weights")
         carrier = CarriedWeights(policy.loaded.model, PolicyVersion(0, 0), make_receiver(sender.receiver), sender)
-    followers = Followers(config)
+    followers: Crew
+    if workers is not None and workers.ray_carrier is not None:
+        followers = RayFollowers(workers.ray_carrier, workers.journal, resolved(config), config.parallel.world_size)
+    else:
+        followers = Followers(config)
     try:
         with followers.explained():
             verbs = join_run(config, 0, followers.address)
@@ -174,11 +183,12 @@ def _trainer_options(checked: Checked) -> _TrainerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Mixed:
-    """What trains beside the rewards."""
+class _Beside:
+    """What a run has beside policy, engine and trainer."""
 
     supervised: SupervisedStream | None
     teacher: Teacher | None
+    workers: Workers | None
 
 
 class _TrainerOptions(TypedDict):
@@ -249,7 +259,7 @@ def _connect(
     policy: Policy,
     trainer: PolicyTrainer | LeadingTrainer,
     carrier: StreamedWeights | CarriedWeights | None,
-    mixed: _Mixed,
+    beside: _Beside,
     record: Record,
     checkpoint: Checkpoint | None,
     clock: Clock,
@@ -257,7 +267,6 @@ def _connect(
     config = checked.config
     if carrier is not None and isinstance(trainer, LeadingTrainer):
         carrier.receive(trainer.current_weights())
-    engine = build_engine(config, policy, trainer.version, carrier, record.run_dir.path / "engine.log")
     watchdog = _watchdog(config, clock)
     _, trainer_threads = num_threads(config)
     trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
@@ -268,6 +277,32 @@ def _connect(
     bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
     sinks = build_sinks(config.monitor, record.run_dir.path, config.name, redact(resolved(config)))
     progress = Progress(config.trainer.num_batches, title=config.name, enabled=config.monitor.progress)
+    run_path = record.run_dir.path
+    engine: Engine
+    if config.fleet is None:
+        engine = build_engine(config, policy, trainer.version, carrier, run_path / "engine.log")
+    else:
+        engine = build_fleet(
+            config,
+            config.fleet,
+            policy,
+            trainer.version,
+            carrier,
+            watchdog=watchdog,
+            run_path=run_path,
+            on_span=record.spans.add,
+            on_event=progress.note,
+        )
+    canary = Canary(
+        engine,
+        score,
+        _canary_prompt(checked, policy),
+        bound=bound,
+        trainer_checksums=lambda: _trainer_checksums(trainer, policy),
+        shares_weights=config.engine.shares_weights and carrier is None,
+    )
+    if isinstance(engine, FleetEngine):
+        engine.catch_up_by(TrainerCatchUp(canary, trainer, lambda: _weights(trainer, policy), trainer_thread.call))
     reporter = Reporter(
         record.lineage,
         metrics=record.metrics,
@@ -278,33 +313,32 @@ def _connect(
         progress=progress,
         engine=engine,
         reward=checked.reward,
+        watchdog=watchdog,
     )
     if checkpoint is not None:
         reporter.remember(record.run_dir.path, trainer.version.number)
     held_out = checked.splits.held_out
+    environments: Callable[[Task], Environment] = make_environment
+    if beside.workers is not None:
+        environments = beside.workers.environments(make_environment)
+        beside.workers.told(progress.note)
     return Parts(
         config=config,
         clock=clock,
         tasks=checked.splits.train,
         held_out=[held_out[i] for i in range(len(held_out))],
         engine=engine,
-        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
+        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold, environments),
+        workers=beside.workers,
         reward=checked.gold or checked.reward,
         gold_check=None if checked.gold is None else _gold_check(record.run_dir.path, trainer.version.number),
-        supervised=mixed.supervised,
-        teacher=mixed.teacher,
+        supervised=beside.supervised,
+        teacher=beside.teacher,
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,
         algorithm=checked.algorithm,
-        canary=Canary(
-            engine,
-            score,
-            _canary_prompt(checked, policy),
-            bound=bound,
-            trainer_checksums=lambda: _trainer_checksums(trainer, policy),
-            shares_weights=config.engine.shares_weights and carrier is None,
-        ),
+        canary=canary,
         max_ratio_error=bound,
         watchdog=watchdog,
         record=record,
@@ -352,3 +386,10 @@ def _trainer_checksums(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) 
     if isinstance(trainer, LeadingTrainer):
         return {name: checksum(tensor) for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
     return checksums(named_parameters(policy.loaded.model).items())
+
+
+def _weights(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) -> Mapping[str, Tensor]:
+    """Those that the trainer holds now, by name; its own storage where it is one process."""
+    if isinstance(trainer, LeadingTrainer):
+        return {name: tensor.clone() for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
+    return named_parameters(policy.loaded.model)

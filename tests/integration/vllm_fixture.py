@@ -77,13 +77,16 @@ def make_vllm(
     load: Callable[[BackendOptions], Any] = load_backend,
     vocab_size: int = VOCAB,
     adapter: AdapterOptions | None = None,
+    sender: Any = None,
+    initial: WeightUpdate | None = None,
     **config: Any,
 ) -> VllmEngine:
-    """``program``: of a server, ``load``: of a thread, where a test takes something out."""
+    """``program``: of a server, ``load``: of a thread, where a test takes something out. ``sender`` and ``initial``: of
+    an engine that joins others, in place of its own and of ``model``'s weights."""
     python = vllm_python()  # first: whoever skips leaves nothing open
     options = {"max_batch_size": 4, "kv_cache_bytes": 1 << 27, "num_threads": 1, "start_deadline_s": 200.0, **config}
     engine = VllmEngineConfig(**options)
-    sender = make_sender(engine.carrier, folder / "weights")
+    sender = sender or make_sender(engine.carrier, folder / "weights")
     backend = backend_options(
         engine,
         model=save_config(model, folder),
@@ -115,7 +118,7 @@ def make_vllm(
     return VllmEngine(
         engine,
         sender,
-        WeightUpdate(version=PolicyVersion(0, 0), tensors=travelling(model)),
+        initial or WeightUpdate(version=PolicyVersion(0, 0), tensors=travelling(model)),
         launch,
         frozen=frozen,
         vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""Mutants of the algorithms room that no test can or should kill, each with the reason. See algorithms.py."""
+"""Mutants that no test can or should kill, each with the reason. See rooms.py."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ _NARROWING = "KL has been computed wherever it is in the loss; the test tells th
 _NO_GRADIENT = "a comparison passes no gradient; detached, it keeps no graph"
 
 EQUIVALENT: dict[str, str] = {
-    "composed._rl: kl_M is not None and r.kl_in_loss and shares_aggregation -> "
+    "algorithms.composed._rl: kl_M is not None and r.kl_in_loss and shares_aggregation -> "
     "r.kl_in_loss and shares_aggregation": _NARROWING,
-    "composed._rl: kl_M is not None and r.kl_in_loss and (not shares_aggregation) -> "
+    "algorithms.composed._rl: kl_M is not None and r.kl_in_loss and (not shares_aggregation) -> "
     "r.kl_in_loss and (not shares_aggregation)": _NARROWING,
-    "composed._rl: kl_M is not None and r.kl_in_loss and shares_aggregation -> "
+    "algorithms.composed._rl: kl_M is not None and r.kl_in_loss and shares_aggregation -> "
     "kl_M is not None and shares_aggregation": "in the reward KL has no aggregation, so that it shares none",
-    "composed._metrics: v.detach() -> v": "only its value is read; detached, it keeps no graph",
-    "policy_term.policy_term: if getattr(r, name) is not None -> no filter": (
+    "algorithms.composed._metrics: v.detach() -> v": "only its value is read; detached, it keeps no graph",
+    "algorithms.policy_term.policy_term: if getattr(r, name) is not None -> no filter": (
         "an option without a part in the objective is None, and the objective does not read it"
     ),
-    "policy_term.policy_term: log_ratio_N.detach() -> log_ratio_N": _NO_GRADIENT,
-    "policy_term.with_choices: fields.mean_correction is None or term.weights is None -> "
+    "algorithms.policy_term.policy_term: log_ratio_N.detach() -> log_ratio_N": _NO_GRADIENT,
+    "algorithms.policy_term.with_choices: fields.mean_correction is None or term.weights is None -> "
     "fields.mean_correction is None": "a batch-normalised correction weighs; the test tells the type checker",
-    "objectives._tv_trusted: x.logprobs_N.detach() -> x.logprobs_N": _NO_GRADIENT,
-    "objectives.dppo_kl: x.logprobs_N.detach() -> x.logprobs_N": _NO_GRADIENT,
+    "algorithms.objectives._tv_trusted: x.logprobs_N.detach() -> x.logprobs_N": _NO_GRADIENT,
+    "algorithms.objectives.dppo_kl: x.logprobs_N.detach() -> x.logprobs_N": _NO_GRADIENT,
 }
-"""``module.function: before -> after`` -> why it survives."""
+"""``room.module.function: before -> after`` -> why it survives."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_oracle import assert_scored, generate, make_engine, request, sharp_model
+from engine_oracle import assert_scored, generate, make_engine, plain_logits, request, sharp_model
 from weight_links import ALL, BETWEEN, COPIES, Link, linked, move, receiver_of
 
 from headrace.engines import EngineError
@@ -302,10 +302,8 @@ def canary_of(link: Link, engine: Any) -> Canary:
     async def score(samples: Any) -> list[list[float]]:
         out = []
         for sample in samples:
-            ids = torch.tensor([list(sample.ids)])
-            with torch.no_grad():
-                logits = link.trainer(ids, use_cache=False).logits[0, :, :48]
-            picked = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).flatten()
+            logits = plain_logits(link.trainer, sample.ids, 1)
+            picked = logits.log_softmax(-1).gather(1, torch.tensor(sample.ids[1:])[:, None]).flatten()
             out.append([0.0, *picked.tolist()])
         return out
 

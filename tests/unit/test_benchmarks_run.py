@@ -93,6 +93,9 @@ def test_gpu_check_runs_on_a_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -
         assert {"padded_eager", "packed/default", "shared/math"} <= result["parity"][dtype].keys()
     assert result["loop"]["num_batches"] == 1 and result["trainer"]["dtype"] == "bfloat16"
     assert torch.get_num_threads() == 1 and "gpu" not in result
+    first, _, _ = result["lease"]["hand_overs"]
+    assert (first["giver"], first["taker"]) == ("engine", "trainer")
+    assert first["between_bytes"] == {"engine": 0, "trainer": 0} != first["after_bytes"]
 
 
 def test_gpu_check_tells_what_failed_and_what_was_skipped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headrace.config.carriers import DeltaCarrierConfig, FileCarrierConfig, MemoryCarrierConfig
 from headrace.config.checks import check_config
 from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import load_config, resolved, restore_config
@@ -39,6 +40,57 @@ def test_a_recorded_run_comes_back_with_its_engine(tmp_path: Path) -> None:
     again = restore_config(resolved(config), "run.json")
     assert again.engine == config.engine
     assert again.engine.model_fields_set == {"type", "kv_cache_bytes"}
+
+
+def test_a_carrier_is_chosen_by_type(tmp_path: Path) -> None:
+    """Memory unless something else is said; a recorded run comes back with its carrier."""
+    assert load(tmp_path, "").engine.carrier == MemoryCarrierConfig()
+    text = '[engine]\ntype = "vllm"\n[engine.carrier]\n'
+    assert load(tmp_path, text + 'type = "file"\nkeep = 3').engine.carrier == FileCarrierConfig(keep=3)
+    config = load(tmp_path, text + 'type = "delta"\nanchor_every = 5\npath = "/nowhere"')
+    assert config.engine.carrier == DeltaCarrierConfig(anchor_every=5, path=Path("/nowhere"))
+    assert restore_config(resolved(config), "run.json").engine.carrier == config.engine.carrier
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[engine.carrier]\ntype = "fil"', "must be one of memory, file, delta, broadcast; did you mean 'file'?"),
+        ('[engine.carrier]\ntype = "file"\nanchor_every = 3', "engine.carrier.anchor_every is not a known key"),
+        ("[engine.carrier]\nkeep = 3", "engine.carrier.keep is not a known key"),
+        ('[engine.carrier]\ntype = "delta"\nkeep = 0', "engine.carrier.keep = 0"),
+    ],
+)
+def test_wrong_keys_of_a_carrier_are_named(tmp_path: Path, text: str, message: str) -> None:
+    """I20: of the carrier that was chosen."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[engine.carrier]\ntype = "file"', 'engine.carrier has no effect: engine.weights = "shared"'),
+        ('[engine.carrier]\ntype = "memory"', 'engine.carrier has no effect: engine.weights = "shared"'),
+        ('[engine]\nweights = "copy"\n[engine.carrier]\ntype = "broadcast"', "there is nobody to broadcast to"),
+        (
+            '[engine]\ntype = "vllm"\nmode = "in_process"\n[engine.carrier]\ntype = "broadcast"',
+            "there is nobody to broadcast to",
+        ),
+        ('[engine]\nweights = "copy"\n[engine.carrier]\ntype = "delta"', None),
+        ('[parallel]\ndp_shard = 2\n[engine.carrier]\ntype = "delta"', None),
+        ('[engine]\ntype = "vllm"\n[engine.carrier]\ntype = "broadcast"', None),
+    ],
+)
+def test_a_carrier_that_carries_nothing_is_refused(tmp_path: Path, text: str, message: str | None) -> None:
+    """I20: an option without effect in the chosen setting; what has an effect passes."""
+    if message is None:
+        check_config(load(tmp_path, text))
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_config(load(tmp_path, text))
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

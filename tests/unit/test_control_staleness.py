@@ -13,7 +13,6 @@ from headrace.control.staleness import (
     must_wait_for,
     oldest_version,
     overage,
-    overage_in_flight,
 )
 from headrace.types import (
     AttemptKey,
@@ -61,8 +60,8 @@ def test_a_group_is_as_old_as_its_oldest_token() -> None:
     assert oldest_version(group(0, 5, 3, 4)) == 3
     assert oldest_version(episode(0, 0, [7, 6], lineage=2)) == 6
     assert oldest_version(episode(0, 0, [], issued=4)) == 4
-    assert overage([group(0, 3), group(1, 4)], version=6, max_staleness=2) == (group(0, 3),)
-    assert overage_in_flight({8: 3, 7: 2, 6: 4}, version=6, max_staleness=2) == (7, 8)
+    assert overage({0: 3, 1: 4}, version=6, max_staleness=2) == (0,)
+    assert overage({8: 3, 7: 2, 6: 4}, version=6, max_staleness=2) == (7, 8)
 
 
 def test_batch_is_oldest_first_then_by_id_whatever_the_order_of_arrival() -> None:
@@ -141,6 +140,6 @@ def test_mask_silences_old_tokens_and_keeps_the_rest() -> None:
 
 def test_ages_of_successive_versions_differ_by_one() -> None:
     """I7: the age is counted in published updates."""
-    ages = [len(overage([group(0, 2)], version, 3)) for version in range(3, 8)]
+    ages = [len(overage({0: 2}, version, 3)) for version in range(3, 8)]
     assert ages == [0, 0, 0, 1, 1]
     assert all(b >= a for a, b in pairwise(ages))

@@ -188,3 +188,21 @@ def test_cancelling_the_waiter_cancels_the_work() -> None:
 
     asyncio.run(main())
     assert ended == ["ended"]
+
+
+def test_seconds_waited_are_booked_by_who_waited_on_whom() -> None:
+    """Wait causes: closed and open waits count, once each, and from the last question on."""
+    clock = FakeClock()
+    watchdog = Watchdog(clock, stall_min_s=300)
+    first = watchdog.begin("episode g0m1", "engine", "generation of turn 0", 60)
+    second = watchdog.begin("episode g0m2", "engine", "generation of turn 0", 60)
+    clock.now_s += 2.0
+    watchdog.begin("loop", "rollouts", "batch 0", 60)
+    watchdog.end(first)
+    clock.now_s += 3.0
+    assert watchdog.take_waited_s() == {("episode", "engine"): 2.0 + 5.0, ("loop", "rollouts"): 3.0}
+    clock.now_s += 1.0
+    watchdog.end(second)
+    clock.now_s += 1.0
+    assert watchdog.take_waited_s() == {("episode", "engine"): 1.0, ("loop", "rollouts"): 2.0}
+    assert watchdog.take_waited_s() == {("loop", "rollouts"): 0.0}

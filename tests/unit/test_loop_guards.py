@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import math
 import os
@@ -10,13 +11,13 @@ from typing import Any
 
 import pytest
 from loop_runs import books, metric
-from loop_scripted import run_scripted, scripted_config
+from loop_scripted import run_scripted, scripted_config, scripted_parts
 
 from headrace.control.checks import GuardError
 from headrace.protocols import WeightUpdate
 from headrace.record.episodes import read_episodes
 from headrace.record.files import RecordError
-from headrace.scripted import ScriptedEngine, ScriptedTrainer
+from headrace.scripted import ScriptedEngine, ScriptedReward, ScriptedTrainer, run_in_virtual_time
 from headrace.trainer.weights import NonFiniteError
 from headrace.types import ErrorClass, Generation, GenerationRequest, Score, ScoreError, ScoreResult
 from headrace.weights.canary import SyncError
@@ -240,3 +241,28 @@ def test_a_full_disk_ends_the_run_and_a_resume_goes_on(
     assert error is None
     ledger = books(config.run_dir)
     assert ledger.surviving().summary()["trained"] == 6 * 4 and not ledger.in_flight
+
+
+# -------------------------------------------------------------------------------------------------- the end
+
+
+def test_a_close_that_is_cut_short_has_not_begun_what_follows(tmp_path: Path) -> None:
+    """A process that is killed while its engine closes must not leave a coroutine that nobody awaits."""
+    closed: list[str] = []
+
+    class Counted(ScriptedReward):
+        def close(self) -> Any:
+            closed.append("reward")
+            return super().close()
+
+    async def main() -> None:
+        engine = ScriptedEngine()
+        engine.hang_on.add("close")
+        parts = scripted_parts(scripted_config(tmp_path), engine=engine, reward=Counted(lambda e: Score(value=1.0)))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(parts.close(), 1.0)
+        assert closed == []
+        await parts.close()
+        assert closed == ["reward"]
+
+    run_in_virtual_time(main)

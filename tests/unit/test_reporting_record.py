@@ -150,3 +150,17 @@ def test_a_health_check_that_stops_leaves_the_line_that_says_why(tmp_path: Path)
     assert isinstance(error, HealthError) and "collapse" in str(error)
     alarms = metric(config.run_dir, "health/alarms")
     assert any("collapse" in alarm for alarm in alarms[max(alarms)]) and max(alarms) < 60
+
+
+def test_who_waited_on_whom_and_who_was_idle_stands_in_every_line(tmp_path: Path) -> None:
+    """Wait causes and idle time per actor: two episodes of 8 s each wait on the engine while the trainer is idle."""
+    thread = ScriptedThread({"forward_backward": 3.0, "optim_step": 2.0})
+    engine = ScriptedEngine(Reply(text="1", duration_s=8.0))
+    config = scripted_config(tmp_path, trainer={"num_batches": 2}, rollout={"groups_per_batch": 1})
+    _, error, _ = run_scripted(config, engine=engine, thread=thread)
+    assert error is None
+    for line in read_metrics(tmp_path / "run"):
+        assert line["wait/episode_on_engine_s"] == pytest.approx(2 * 8.0)
+        assert line["wait/loop_on_rollouts_s"] == line["idle/trainer_s"] == pytest.approx(8.0)
+        assert line["wait/loop_on_trainer_s"] == pytest.approx(5.0)
+        assert line["idle/engine_s"] == pytest.approx(13.0)  # a scripted engine computes nothing

@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.config.base import Section
+from headrace.config.cluster_checks import cluster_problems
 from headrace.config.critic import SharedCriticConfig
 from headrace.config.engine_checks import NO_TRAINING, engine_problems
 from headrace.config.engines import OpenAiEngineConfig, TransformersEngineConfig
+from headrace.config.fleet_checks import fleet_problems
 from headrace.config.load import config_error
 from headrace.config.schema import (
     ArithmeticTasks,
@@ -99,8 +101,9 @@ def _synchronous(config: RunConfig) -> Iterator[str]:
     why = "rollout.max_staleness is 0, so weights never change while requests run"
     for name in _set(config.engine, "kv_policy"):
         yield f"engine.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
-    engine = config.engine
-    if isinstance(engine, TransformersEngineConfig) and engine.weights == "copy" and engine.carrier.type == "memory":
+    engine, is_alone = config.engine, config.fleet is None
+    copies = isinstance(engine, TransformersEngineConfig) and engine.weights == "copy"
+    if copies and is_alone and isinstance(engine, TransformersEngineConfig) and engine.carrier.type == "memory":
         yield f'engine.weights = "copy" has no effect but memory: {why}; use "shared" or raise rollout.max_staleness'
 
 
@@ -407,6 +410,7 @@ _CHECKS = (
     _groups,
     _sampling,
     engine_problems,
+    fleet_problems,
     _tasks,
     _training,
     _routers,
@@ -417,6 +421,7 @@ _CHECKS = (
     _gold,
     _monitor,
     _parallel,
+    cluster_problems,
 )
 
 

@@ -63,9 +63,10 @@ def _vllm(config: RunConfig, engine: VllmEngineConfig) -> Iterator[str]:
 
 
 def _sglang(config: RunConfig, engine: SglangEngineConfig) -> Iterator[str]:
-    if len(engine.urls) > 1:
+    if len(engine.urls) > 1 and config.fleet is None:
         yield (
-            f"engine.urls names {len(engine.urls)} servers, and the run has one engine, which is one server: name one"
+            f"engine.urls names {len(engine.urls)} servers, and the run has one engine, which is one server: name one, "
+            "or set [fleet]"
         )
     if config.model.lora is not None:
         yield (

@@ -48,14 +48,10 @@ def age(token_number: int, version: int) -> int:
     return version - token_number
 
 
-def overage(groups: Iterable[Group], version: int, max_staleness: int) -> tuple[Group, ...]:
-    """The groups that would train a token older than ``max_staleness`` at ``version``."""
-    return tuple(g for g in groups if age(oldest_version(g), version) > max_staleness)
-
-
-def overage_in_flight(in_flight: Mapping[int, int], version: int, max_staleness: int) -> tuple[int, ...]:
-    """The same for running groups, given as group id -> number of its oldest token's version; sorted ids."""
-    return tuple(sorted(g for g, number in in_flight.items() if age(number, version) > max_staleness))
+def overage(oldest: Mapping[int, int], version: int, max_staleness: int) -> tuple[int, ...]:
+    """Of groups, given as id -> number of the oldest token's version, those that would train a token older than
+    ``max_staleness`` at ``version``; sorted ids."""
+    return tuple(sorted(g for g, number in oldest.items() if age(number, version) > max_staleness))
 
 
 def mask_overage(sample: Sample, version: int, max_staleness: int) -> Sample:
@@ -124,6 +120,8 @@ class BatchSelector:
         self._groups_per_batch = groups_per_batch
         self._max_staleness = max_staleness
         self._on_overage = on_overage
+        self._oldest: dict[int, int] = {}
+        """Of the groups that were buffered at the last call."""
 
     def select(
         self, buffered: Sequence[Group], in_flight: Mapping[int, int], version: int, min_groups: int | None = None
@@ -135,18 +133,20 @@ class BatchSelector:
         Raises StalenessError where rule 1 is broken under ``wait``.
         """
         needed = self._groups_per_batch if min_groups is None else max(1, min_groups)
-        ages = {g.id: oldest_version(g) for g in buffered}
-        stale = overage(buffered, version, self._max_staleness) if self._on_overage != "mask" else ()
+        known = self._oldest
+        ages = self._oldest = {g.id: known[g.id] if g.id in known else oldest_version(g) for g in buffered}
+        late = overage(ages, version, self._max_staleness) if self._on_overage != "mask" else ()
+        stale = tuple(g for g in buffered if g.id in late)
         if stale and self._on_overage == "wait":
             raise StalenessError(
                 f"buffered group {stale[0].id} has a token of version {ages[stale[0].id]}, older than max_staleness = "
                 f"{self._max_staleness} at version {version}, although on_overage = 'wait' holds the step before that "
                 "happens (I7); this is a defect of headrace: please report it with the run's ledger"
             )
-        dropped = {g.id for g in stale}
-        fresh = sorted((g for g in buffered if g.id not in dropped), key=lambda g: (ages[g.id], g.id))
-        if len(fresh) < needed:
-            return Selection(num_missing=needed - len(fresh), stale=stale)
+        num_missing = needed - (len(buffered) - len(stale))
+        if num_missing > 0:
+            return Selection(num_missing=num_missing, stale=stale)
+        fresh = sorted((g for g in buffered if g.id not in late), key=lambda g: (ages[g.id], g.id))
         batch = tuple(fresh[: self._groups_per_batch])
         if self._on_overage == "wait":
             held_by = must_wait_for(

@@ -71,6 +71,8 @@ class Watchdog:
         self._clock = clock
         self._stall_min_s = stall_min_s
         self._waits: dict[int, Wait] = {}
+        self._waited_s: dict[tuple[str, str], float] = {}
+        self._asked_s = clock()
         self._next_id = 0
         self._queues: dict[str, Callable[[], int]] = {}
         self._stacks: dict[str, Callable[[], str]] = {}
@@ -92,7 +94,21 @@ class Watchdog:
 
     def end(self, wait_id: int) -> None:
         """The wait is over, however it went. Raises KeyError for one that is not open."""
-        del self._waits[wait_id]
+        wait = self._waits.pop(wait_id)
+        self._book(wait, self._clock())
+
+    def take_waited_s(self) -> dict[tuple[str, str], float]:
+        """(kind of waiter, on whom) -> seconds that were waited since this was last asked, those of open waits too.
+        The kind is the waiter's first word; waits that go on at the same time all count."""
+        now_s = self._clock()
+        for wait in self._waits.values():
+            self._book(wait, now_s)
+        waited_s, self._waited_s, self._asked_s = self._waited_s, {}, now_s
+        return waited_s
+
+    def _book(self, wait: Wait, until_s: float) -> None:
+        key = (wait.waiter.partition(" ")[0], wait.on)
+        self._waited_s[key] = self._waited_s.get(key, 0.0) + until_s - max(wait.since_s, self._asked_s)
 
     @contextmanager
     def waiting(self, waiter: str, on: str, what: str, deadline_s: float) -> Iterator[Wait]:

@@ -144,6 +144,9 @@ class Compute:
         by_row = [None if routing is None else routing[i : i + 1] for i in range(len(rows))]
         return StepResult(draws, 0, 0, time.perf_counter() - started, by_row)
 
+    def num_prefix_bytes(self) -> int:
+        return self._cache.num_bytes()
+
     def drop_prefixes(self) -> None:
         """Forget all prompts: they belong to weights that are no longer served (F76)."""
         self._cache.clear()
@@ -156,6 +159,7 @@ class Compute:
         started = time.perf_counter()
         for move in moves:
             store.move(*move)
+        store.reserve(len(sequences), max(map(len, sequences)) + 1)  # all of it is gone after a lease
         row = 0
         for batch in self._batches(sequences):
             for document in self._prefill_batch(batch):

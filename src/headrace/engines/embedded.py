@@ -29,8 +29,9 @@ from headrace.daemon_thread import DaemonThread
 from headrace.engines.compute import Compute, Move, StepResult
 from headrace.engines.errors import EngineError, RequestError
 from headrace.engines.lane import Lane
-from headrace.engines.packed import can_pack, drop_packed, packed_view
+from headrace.engines.packed import can_pack, drop_packed, num_packed_bytes, packed_view
 from headrace.engines.request import Running, check_request
+from headrace.engines.residence import Residence
 from headrace.errors import HeadraceError
 from headrace.model.routing import RouterShape, router_shape
 from headrace.protocols import EngineCapabilities, EngineStats, WeightUpdate
@@ -103,6 +104,9 @@ class TransformersEngine:
             prefix_cache_tokens=config.prefix_cache_tokens,
             recorded=self._recorded,
         )
+        self._residence = Residence(model)
+        self._needs_weights = False
+        """Its weights were released, and no update has come since."""
         num_threads = config.num_threads
         self._thread = DaemonThread(
             "headrace-engine", None if num_threads is None else lambda: torch.set_num_threads(num_threads)
@@ -152,6 +156,7 @@ class TransformersEngine:
 
     async def probe(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate these alone, on rows of their own, also while paused. Other requests are held meanwhile."""
+        self._check_weights()
         lane = self._new_lane()
         self._num_probes += 1  # holds the driver
         submitted: list[Running] = []
@@ -190,12 +195,15 @@ class TransformersEngine:
 
     async def resume(self) -> None:
         self._check_serves()
+        self._check_weights()
         self._paused = False
         self._wake()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Switch versions; see the protocol. A refused update changes nothing and leaves the engine healthy."""
         self._check_alive()
+        if self._residence.is_released:
+            raise EngineError("update_weights on an engine whose memory was released: await acquire() first")
         if not self._paused or self._num_probes or self._is_driving():
             raise EngineError("update_weights needs a paused engine: await pause() first, so that no step is running")
         try:
@@ -208,6 +216,27 @@ class TransformersEngine:
                 f"the engine failed while it took weights {update.version}: {_described(error)}"
             ) from error
 
+    async def release(self) -> None:
+        """Free weights, keys and values, and kept prompts. The engine must be paused and hold its own weights; requests
+        in flight wait. See ``control/lease.py``."""
+        self._check_alive()
+        if not getattr(self._carrier, "owns_weights", True):
+            raise EngineError("this engine shares the trainer's weights, and they are not its own to release")
+        if not self._paused or self._num_probes or self._is_driving():
+            raise EngineError("release needs a paused engine: await pause() first, so that no step is running")
+        self._needs_weights = True
+        await self._thread.call(self._release)
+
+    async def acquire(self) -> None:
+        """Room for the weights again. They are none until :meth:`update_weights`, and before it nothing is served."""
+        self._check_alive()
+        await self._thread.call(self._residence.acquire)
+
+    def held_bytes(self) -> int:
+        """Memory of weights, their laid-out copies, keys and values."""
+        kept = self._compute.num_prefix_bytes() + num_packed_bytes(self._view)
+        return self._residence.num_bytes() + self._lane.store.num_bytes() + kept
+
     async def healthy(self) -> bool:
         alive = self._failure is None and not self._is_closed and self._thread.is_alive
         return alive and not self._carrier.broken
@@ -216,6 +245,9 @@ class TransformersEngine:
         return EngineStats(
             num_running=self._lane.num_running,
             num_waiting=self._lane.num_waiting,
+            max_running=self._config.max_batch_size,
+            kv_used_tokens=self._lane.num_kv_tokens,
+            kv_total_tokens=self._config.max_batch_size * self._max_context,
             prefill_s=self._prefill_s,
             decode_s=self._decode_s,
             **self._counters,
@@ -368,7 +400,18 @@ class TransformersEngine:
         drop_packed(self._view)
         self._compute.drop_prefixes()
         # Set here, not by the waiter, who may have been cancelled: the driver cannot run before this call ends.
-        self._lane.kv_is_stale = self._config.kv_policy == "recompute"
+        self._lane.kv_is_stale = self._lane.kv_is_stale or self._config.kv_policy == "recompute"
+        self._needs_weights = False
+
+    def _release(self) -> None:
+        self._residence.release()
+        drop_packed(self._view)
+        self._compute.drop_prefixes()
+        self._lane.drop_store()
+
+    def _check_weights(self) -> None:
+        if self._needs_weights:
+            raise EngineError("this engine's weights were released: acquire() and update_weights() come first")
 
     def _check_alive(self) -> None:
         if self._is_closed:
@@ -394,6 +437,7 @@ class TransformersEngine:
     def _fail_one(self, running: Running, message: str, cause: BaseException | None) -> None:
         failure = EngineError(f"request {running.request.id}: {message}")
         failure.__cause__ = cause
+        failure.partial = running.generation("abort", carry_kept_ids=self._config.carry_kept_ids)
         running.future.set_exception(failure)
 
 

@@ -132,6 +132,9 @@ class RowStore:
         values_RKCD.view(-1, head_size).index_copy_(0, slots_X, value_BKTD.reshape(-1, head_size))
         return keys_RKCD, values_RKCD
 
+    def num_bytes(self) -> int:
+        return sum(b.nbytes for buffers in (self._keys, self._values) for b in buffers.values())
+
     def slots(self, positions_B: Tensor) -> Tensor:
         """Where token ``positions_B[i]`` of row i lies in a buffer seen as [R * K * C, D]; shape [B * K]."""
         num_heads = next(iter(self._keys.values())).shape[1]
@@ -196,6 +199,13 @@ class PrefixCache:
     def put(self, key: Hashable, document: Document) -> None:
         self._documents[key] = document
         self.num_tokens += document.num_tokens
+
+    def num_bytes(self) -> int:
+        return sum(
+            tensor.nbytes
+            for document in self._documents.values()
+            for tensor in (*document.keys.values(), *document.values.values(), document.logits_V)
+        )
 
     def trim(self, pinned: Set[Hashable]) -> None:
         for key in list(self._documents):

@@ -37,6 +37,16 @@ class Lane:
     def num_running(self) -> int:
         return sum(not r.future.done() for r in self.running)
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the rows of running requests hold."""
+        return sum(r.num_stored for r in self.running if not r.future.done())
+
+    def drop_store(self) -> None:
+        """Free the rows; running requests compute theirs anew before their next step."""
+        self.store = RowStore()
+        self.kv_is_stale = bool(self.running)
+
     def compact(self) -> list[Move]:
         """Drop ended requests; the last rows fill the holes, so no compute is spent on them. Returns the copies."""
         self.waiting = deque(w for w in self.waiting if not w.future.done())

@@ -45,6 +45,11 @@ def drop_packed(view: nn.Module) -> None:
             module.drop()
 
 
+def num_packed_bytes(view: nn.Module) -> int:
+    """Of the weights that are laid out now."""
+    return sum(module.num_bytes() for module in view.modules() if isinstance(module, PackedLinear))
+
+
 def can_pack(weight: Tensor) -> bool:
     """oneDNN is there, and the weight is a float32 matrix in the CPU's memory."""
     return (
@@ -76,3 +81,7 @@ class PackedLinear(nn.Module):
 
     def drop(self) -> None:
         self._packed = None
+
+    def num_bytes(self) -> int:
+        """A packed layout has no strides to count by; it holds as many elements as the weight, padded at most."""
+        return 0 if self._packed is None else self.in_features * self.out_features * self.weight.element_size()

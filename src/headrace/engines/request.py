@@ -38,7 +38,7 @@ class Running:
 
     @property
     def next_uniform(self) -> float:
-        return uniform(self.request.seed, len(self.ids))
+        return uniform(self.request.seed, self.request.first_draw + len(self.ids))
 
     def append(
         self,

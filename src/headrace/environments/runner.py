@@ -26,6 +26,7 @@ from headrace.types import (
     GenerationRequest,
     Message,
     Outcome,
+    PolicyVersion,
     Sampling,
     Segment,
     Source,
@@ -67,9 +68,18 @@ class EpisodeRunner:
     generation_deadline_s: float = 600.0
     episode_deadline_s: float = 1800.0
 
-    async def run(self, key: AttemptKey, task: Task, *, sampling: Sampling, stream: str = "rollout") -> Episode:
-        """Play ``task`` to its end. Never raises for what the episode did; a dead engine is an outcome too."""
-        play = _Play(runner=self, key=key, task=task, sampling=sampling, stream=stream)
+    async def run(
+        self,
+        key: AttemptKey,
+        task: Task,
+        *,
+        sampling: Sampling,
+        stream: str = "rollout",
+        version: PolicyVersion | None = None,
+    ) -> Episode:
+        """Play ``task`` to its end. Never raises for what the episode did; a dead engine is an outcome too.
+        ``version``: the only one that may play it (a fleet's engines may be at two)."""
+        play = _Play(runner=self, key=key, task=task, sampling=sampling, stream=stream, version=version)
         started_s = self.clock()
         issued_version = self.engine.version
         outcome, error = await play.to_end()
@@ -99,8 +109,18 @@ class _EpisodeEnd(Exception):
 class _Play:
     """The state of one running episode."""
 
-    def __init__(self, *, runner: EpisodeRunner, key: AttemptKey, task: Task, sampling: Sampling, stream: str) -> None:
+    def __init__(
+        self,
+        *,
+        runner: EpisodeRunner,
+        key: AttemptKey,
+        task: Task,
+        sampling: Sampling,
+        stream: str,
+        version: PolicyVersion | None,
+    ) -> None:
         self.runner = runner
+        self.version = version
         self.key = key
         self.task = task
         self.stream = stream
@@ -199,6 +219,7 @@ class _Play:
             sampling=self.sampling,
             seed=attempt_seed(runner.run_seed, self.key, turn, self.stream),
             prefix_key=f"{self.stream}-{self.key.group}-{turn}",
+            version=self.version,
         )
         generation = await self._engine_call(engine.generate(request), turn, lambda: engine.abort(request.id))
         if generation.request_id != request.id:

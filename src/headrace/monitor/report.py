@@ -16,6 +16,7 @@ from pathlib import Path
 from headrace.monitor.curve import write_curve_png
 from headrace.monitor.report_charts import figures
 from headrace.monitor.report_episodes import sample_episodes
+from headrace.monitor.report_issued import issued_against_trained
 from headrace.monitor.run_data import RunData, batch_of, load_run
 from headrace.monitor.texts import duration, name_of, number, reward_text, shown
 from headrace.record.run_dir import write_atomically
@@ -49,6 +50,7 @@ def _page(run: RunData) -> str:
         "<h2>Curves</h2>" + figures(run) if run.lines else '<div class="notice warn">No batch was trained yet.</div>',
         _evaluations(run),
         _books(run),
+        issued_against_trained(run),
         sample_episodes(run),
         _setup(run),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +31,18 @@ class ReportError(HeadraceError):
 
 @dataclass(slots=True)
 class StatusSummary:
-    """Episodes of one ledger status: how many, how long (I9: what was trained against what was issued)."""
+    """Episodes of one ledger status: how many, how long (I9: what was trained against what was issued).
+
+    The distributions are counted at two significant digits, so that their size does not grow with the run."""
 
     num: int = 0
     num_tokens: int = 0
     duration_s: float = 0.0
-    tasks: set[str] = field(default_factory=set)
+    tasks: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[float] = field(default_factory=Counter)
+    """Policy tokens of an episode -> episodes."""
+    durations: Counter[float] = field(default_factory=Counter)
+    """Seconds of an episode -> episodes."""
 
 
 @dataclass(slots=True)
@@ -145,10 +152,18 @@ def _read_episodes(run: RunData) -> None:
 
 def _count(statuses: dict[str, StatusSummary], episode: Mapping[str, Any]) -> None:
     summary = statuses.setdefault(str(episode.get("status") or episode.get("outcome") or "unknown"), StatusSummary())
+    num_tokens = num_policy_tokens(episode)
+    duration_s = (number(episode, "ended_s") or 0.0) - (number(episode, "started_s") or 0.0)
     summary.num += 1
-    summary.num_tokens += num_policy_tokens(episode)
-    summary.duration_s += (number(episode, "ended_s") or 0.0) - (number(episode, "started_s") or 0.0)
-    summary.tasks.add(str(episode.get("task_id")))
+    summary.num_tokens += num_tokens
+    summary.duration_s += duration_s
+    summary.tasks[str(episode.get("task_id"))] += 1
+    summary.lengths[_rounded(num_tokens)] += 1
+    summary.durations[_rounded(duration_s)] += 1
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
 
 
 def num_policy_tokens(episode: Mapping[str, Any]) -> int:

@@ -106,6 +106,11 @@ class ParallelTrainer:
         return self._version
 
     @property
+    def holds_published_weights(self) -> bool:
+        """No optimizer step was made since the last publish."""
+        return self._num_steps_since_publish == 0
+
+    @property
     def step(self) -> int:
         """Optimizer steps done."""
         return self._step

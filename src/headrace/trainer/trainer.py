@@ -34,6 +34,7 @@ from headrace.trainer.memory import MemoryGauge, MemoryUse
 from headrace.trainer.metrics import MinibatchMetrics
 from headrace.trainer.plan import may_skip
 from headrace.trainer.recompute import recompute_activations
+from headrace.trainer.residence import TrainerResidence, tensors_of_optimizer
 from headrace.trainer.routers import Routers
 from headrace.trainer.schedule import learning_rate
 from headrace.trainer.weights import NonFiniteError, TrainableWeights, Write, read_state, write_state
@@ -91,6 +92,7 @@ class PolicyTrainer:
         self._num_steps_since_publish = 0
         self._last_logprobs: dict[str, Tensor] = {}
         self._critic = critic
+        self._residence = TrainerResidence(self._resident)
         recompute_activations(self._model, work)
         if critic is not None and critic.backbone is not None:
             recompute_activations(critic.backbone, work)
@@ -103,6 +105,11 @@ class PolicyTrainer:
     def step(self) -> int:
         """Optimizer steps done."""
         return self._step
+
+    @property
+    def holds_published_weights(self) -> bool:
+        """No optimizer step was made since the last publish."""
+        return self._num_steps_since_publish == 0
 
     @property
     def config(self) -> TrainerConfig:
@@ -121,6 +128,27 @@ class PolicyTrainer:
         """Log-probabilities that the last forward_backward computed: sample id -> float32 [T] on the CPU, 0 where
         the mask is 0. Samples whose pass was skipped are absent."""
         return dict(self._last_logprobs)
+
+    def offload(self) -> None:
+        """Leave the device's memory: everything moves into host memory. Nothing else may be called until
+        :meth:`onload`. Without critic."""
+        self._residence.offload()
+
+    def onload(self) -> None:
+        """Come back, bit for bit as it was."""
+        self._residence.onload()
+
+    def held_bytes(self) -> int:
+        """Memory of weights, masters, gradients, moments and reference on the device."""
+        return self._residence.held_bytes()
+
+    def _resident(self) -> Iterator[Tensor]:
+        for model in (self._model, self._reference):
+            if model is not None:
+                yield from model.parameters()
+        yield from self._weights.masters.values()
+        yield from (t.grad for t in (*self._model.parameters(), *self._weights.masters.values()) if t.grad is not None)
+        yield from tensors_of_optimizer(self._weights.optimizer)
 
     def memory(self) -> list[MemoryUse]:
         """What this process has needed at its peak, beside its forecast."""

@@ -8,17 +8,18 @@ A fixed probe prompt is generated three times, and the trainer scores what was s
 
 All must agree within the band, or the run stops and names what differs: the tensors whose checksums differ, or, where
 all agree, the cache. Where the engine holds a copy, checksums of all tensors are compared at every sync: a few probe
-tokens cannot feel every weight.
+tokens cannot feel every weight. Of a fleet each engine is proved, and the message names the one that differs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace.errors import HeadraceError
-from headrace.protocols import Engine
+from headrace.errors import EngineLost, HeadraceError
+from headrace.protocols import Fleet, Probed
 from headrace.types import AttemptKey, Generation, GenerationRequest, PolicyVersion, Sample, Sampling
 
 NUM_PROBE_TOKENS = 2
@@ -42,17 +43,20 @@ ScoreSamples = Callable[[Sequence[Sample]], Awaitable[Sequence[Sequence[float]]]
 """The trainer's forward pass: log-probabilities per sample, each as long as its ids."""
 
 
+TrainerChecksums = Callable[[], Mapping[str, str]]
+
+
 class Canary:
-    """Probes one engine. ``prompt_ids`` are fixed for the run."""
+    """Probes one engine, or each engine of a fleet. ``prompt_ids`` are fixed for the run."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Probed,
         score: ScoreSamples,
         prompt_ids: Sequence[int],
         *,
         bound: float,
-        trainer_checksums: Callable[[], Mapping[str, str]],
+        trainer_checksums: TrainerChecksums,
         shares_weights: bool,
     ) -> None:
         """``bound``: largest gap of a log-probability. ``shares_weights``: one storage, so tensors cannot differ."""
@@ -63,37 +67,76 @@ class Canary:
         self._prompt_ids = tuple(prompt_ids)
         self._bound = bound
         self._num_probes = 0
+        self._results: list[CanaryResult] = []
+        """Of engines that were proved since :meth:`prove` was last asked."""
 
     async def prove(self, version: PolicyVersion) -> CanaryResult:
         """Raises SyncError, naming what differs, unless engine and trainer agree. The engine may be paused:
-        probes run alone, so that no other request is served by weights that are not proved."""
-        if self._engine.version != version:
-            raise SyncError(
-                f"canary: the engine says it serves version {self._engine.version}, the trainer published {version}"
-            )
-        self._num_probes += 1
-        cold = self._request("cold", f"canary-{version}-{self._num_probes}")
-        first = await self._engine.probe([cold, self._request("kept", _KEPT_SALT)])
-        second = await self._engine.probe([self._request("warm", _KEPT_SALT)])  # after 'kept' has left its prompt
-        generations = dict(zip(("cold", "kept", "warm"), [*first, *second], strict=True))
-        scored = await self._score([self._sample(name, g) for name, g in generations.items()])
-        gaps = {
-            name: self._gap(generation, logprobs[len(self._prompt_ids) :])
-            for (name, generation), logprobs in zip(generations.items(), scored, strict=True)
-        }
-        differing = [] if self._shares_weights else self._differing()
-        if differing or not all(gap <= self._bound for gap in gaps.values()):
-            raise SyncError(self._explain(version, gaps, differing or self._differing()))
+        probes run alone, so that no other request is served by weights that are not proved. Of a fleet: each engine
+        that was not proved yet, all at once; those that are lost meanwhile are left out."""
+        if isinstance(self._engine, Fleet):
+            return await self._prove_fleet(self._engine, version)
+        result = await self.prove_engine(self._engine, version)
+        self._results.clear()
+        return result
+
+    async def _prove_fleet(self, fleet: Fleet, version: PolicyVersion) -> CanaryResult:
+        async def one(name: str, engine: Probed) -> None:
+            try:
+                await self.prove_engine(engine, version, name=name)
+            except EngineLost:
+                return
+            fleet.proved(name, version)
+
+        members = await fleet.unproved()
+        await asyncio.gather(*(one(*member) for member in members.items()))
+        results, self._results = self._results, []  # those of engines that were proved one by one, too
         return CanaryResult(
-            version=version, max_gap=max(gaps.values()), num_tokens=sum(len(g.ids) for g in generations.values())
+            version=version,
+            max_gap=max((r.max_gap for r in results), default=0.0),
+            num_tokens=sum(r.num_tokens for r in results),
         )
 
-    def _request(self, name: str, salt: str) -> GenerationRequest:
+    async def prove_engine(
+        self,
+        engine: Probed,
+        version: PolicyVersion,
+        *,
+        name: str = "the engine",
+        score: ScoreSamples | None = None,
+        trainer_checksums: TrainerChecksums | None = None,
+    ) -> CanaryResult:
+        """One engine against the trainer, or against what ``score`` and ``trainer_checksums`` say in its place."""
+        if engine.version != version:
+            raise SyncError(f"canary: {name} says it serves version {engine.version}, the trainer published {version}")
+        self._num_probes += 1
+        number = self._num_probes
+        cold = self._request(number, "cold", f"canary-{version}-{number}")
+        first = await engine.probe([cold, self._request(number, "kept", _KEPT_SALT)])
+        second = await engine.probe([self._request(number, "warm", _KEPT_SALT)])  # after 'kept' has left its prompt
+        generations = dict(zip(("cold", "kept", "warm"), [*first, *second], strict=True))
+        scored = await (score or self._score)([self._sample(kind, g) for kind, g in generations.items()])
+        gaps = {
+            kind: self._gap(generation, logprobs[len(self._prompt_ids) :])
+            for (kind, generation), logprobs in zip(generations.items(), scored, strict=True)
+        }
+        checksums = trainer_checksums or self._trainer_checksums
+        differing = [] if self._shares_weights else _differing(checksums(), engine.weight_checksums())
+        if differing or not all(gap <= self._bound for gap in gaps.values()):
+            differing = differing or _differing(checksums(), engine.weight_checksums())
+            raise SyncError(self._explain(name, version, gaps, differing))
+        result = CanaryResult(
+            version=version, max_gap=max(gaps.values()), num_tokens=sum(len(g.ids) for g in generations.values())
+        )
+        self._results.append(result)
+        return result
+
+    def _request(self, number: int, kind: str, salt: str) -> GenerationRequest:
         return GenerationRequest(
-            id=f"canary-{self._num_probes}-{name}",
+            id=f"canary-{number}-{kind}",
             prompt_ids=self._prompt_ids,
             sampling=Sampling(max_new_tokens=NUM_PROBE_TOKENS),
-            seed=self._num_probes,
+            seed=number,
             cache_salt=salt,
         )
 
@@ -116,12 +159,7 @@ class Canary:
         gaps = [abs(a - b) for a, b in zip(generation.logprobs, trainer_logprobs, strict=True)]
         return math.inf if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
-    def _differing(self) -> list[str]:
-        """Names of tensors that are not bit for bit the same on both sides."""
-        trainer, engine = self._trainer_checksums(), self._engine.weight_checksums()
-        return sorted(name for name in trainer.keys() | engine.keys() if trainer.get(name) != engine.get(name))
-
-    def _explain(self, version: PolicyVersion, gaps: Mapping[str, float], differing: Sequence[str]) -> str:
+    def _explain(self, name: str, version: PolicyVersion, gaps: Mapping[str, float], differing: Sequence[str]) -> str:
         if differing:
             cause = "these tensors differ between trainer and engine: " + ", ".join(differing[:8])
             cause += f" and {len(differing) - 8} more" if len(differing) > 8 else ""
@@ -130,8 +168,13 @@ class Canary:
         else:
             cause = "all tensors are equal: the two compute different functions of them (dtype, attention, positions)"
         return (
-            f"canary of version {version}: engine and trainer log-probabilities differ by "
+            f"canary of version {version}: {name} and trainer log-probabilities differ by "
             f"{gaps['cold']:.2e} (cold cache) and {max(gaps['kept'], gaps['warm']):.2e} (warm cache), allowed "
             f"{self._bound:.0e}; {cause}. "
             "Nothing was trained on it; resume from the last checkpoint once mended (I6)"
         )
+
+
+def _differing(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[str]:
+    """Names of tensors that are not bit for bit the same on both sides."""
+    return sorted(name for name in trainer.keys() | engine.keys() if trainer.get(name) != engine.get(name))

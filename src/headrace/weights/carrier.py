@@ -186,6 +186,11 @@ def raw_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
+def update_by(manifest: Mapping[str, Any]) -> WeightUpdate:
+    """What an engine in any process is given: a version, and where its weights are."""
+    return WeightUpdate(version=PolicyVersion(*manifest["version"]), manifest=manifest)
+
+
 def tensors_of(update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor, from buckets or at once. Take all of them. Raises WeightUpdateError where there are none."""
     if update.buckets is not None:

@@ -29,6 +29,7 @@ from headrace.weights.carrier import (
     refused,
     specs_of,
     tensors_of,
+    update_by,
 )
 from headrace.weights.checksums import checksum
 
@@ -77,9 +78,7 @@ class CudaIpcSender:
 
     def latest(self) -> WeightUpdate | None:
         """The version whose memory is kept; it must not have been written to since."""
-        if self._latest is None:
-            return None
-        return WeightUpdate(version=PolicyVersion(*self._latest["version"]), manifest=self._latest)
+        return None if self._latest is None else update_by(self._latest)
 
     def close(self) -> None:
         self._latest, self._kept = None, []

@@ -25,9 +25,9 @@ from torch import Tensor
 from headrace.protocols import WeightUpdate
 from headrace.record.files import FileLock, RecordError, fsync_folder, write_atomically
 from headrace.types import PolicyVersion
-from headrace.weights.carrier import Manifest, WeightUpdateError, checksums_of, dtype_name, tensors_of
+from headrace.weights.carrier import Manifest, WeightUpdateError, checksums_of, dtype_name, tensors_of, update_by
 from headrace.weights.checksums import checksum, checksums
-from headrace.weights.delta import Difference, apply, check_zstd, difference
+from headrace.weights.delta import Difference, check_zstd, difference
 from headrace.weights.store import OWN_FILE, manifest_name
 
 SHARD_BYTES = 1 << 30
@@ -92,10 +92,7 @@ class FileSender:
         """Nothing: the files are there."""
 
     def latest(self) -> WeightUpdate | None:
-        if not self._published:
-            return None
-        newest = self._published[-1]
-        return WeightUpdate(version=newest.version, manifest=newest.manifest)
+        return update_by(self._published[-1].manifest) if self._published else None
 
     def close(self) -> None:
         """Let go of the folder; what was published stays."""
@@ -210,7 +207,9 @@ class DeltaSender(FileSender):
         for name, tensor in tensors_of(update):
             if name in old and old[name].shape == tensor.shape and old[name].dtype == tensor.dtype:
                 changes[name] = difference(tensor.detach().cpu(), old[name], self._level)
-                new[name] = apply(changes[name], old.pop(name))
+                new[name] = old.pop(name)
+                if changes[name].kind != "same":
+                    new[name].copy_(tensor.detach())
             else:
                 new[name] = tensor.detach().cpu().contiguous().clone()
         if self._must_be_whole(changes, new) or old:

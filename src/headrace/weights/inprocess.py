@@ -29,6 +29,7 @@ class SharedWeights:
     """
 
     broken = ""
+    owns_weights = False
 
     def __init__(self, model: nn.Module, version: PolicyVersion) -> None:
         self.model = model

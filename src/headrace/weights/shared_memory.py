@@ -42,6 +42,7 @@ from headrace.weights.carrier import (
     refused,
     specs_of,
     tensors_of,
+    update_by,
 )
 from headrace.weights.checksums import checksum
 
@@ -93,9 +94,7 @@ class SharedMemorySender:
 
     def latest(self) -> WeightUpdate | None:
         """The version that lies in the memory. No send may run until the engine that gets it has answered."""
-        if self._latest is None:
-            return None
-        return WeightUpdate(version=PolicyVersion(*self._latest["version"]), manifest=self._latest)
+        return None if self._latest is None else update_by(self._latest)
 
     def release(self) -> None:
         """Give the memory back. Only once no engine reads it any more: what still did would crash."""
@@ -131,6 +130,10 @@ class SharedMemoryReceiver:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._held = Held()
+
+    @property
+    def fd(self) -> int:
+        return self._fd
 
     @property
     def version(self) -> PolicyVersion | None:

@@ -481,7 +481,9 @@ class VllmEngine:
                 future.exception()  # seen, whoever waits
         for running in self._by_handle.values():
             if not running.future.done():
-                running.future.set_exception(EngineError(f"request {running.request.id}: {failure}"))
+                error = EngineError(f"request {running.request.id}: {failure}")
+                error.partial = running.generation("abort", carry_kept_ids=True)
+                running.future.set_exception(error)
         if self._server is not None and not self._is_closed:
             with contextlib.suppress(OSError):
                 self._server.kill()

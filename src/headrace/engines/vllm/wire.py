@@ -18,6 +18,7 @@ Log-probabilities are Python floats in JSON, so they arrive bit for bit. Tensors
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from dataclasses import asdict, dataclass
@@ -48,6 +49,8 @@ class Ready:
     dtype: str
     logprobs: str
     """vLLM's name of the log-probabilities that it returns; ``processed_logprobs`` is what the client wants."""
+    kv_total_tokens: int = 0
+    """Room of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +105,19 @@ def to_wire(request: GenerationRequest, handle: int) -> Message:
             top_p=sampling.top_p if sampling.is_truncated else 1.0,
             top_k=sampling.top_k if sampling.is_truncated else 0,
             stop_ids=list(sampling.stop_ids),
-            seed=request.seed,
+            seed=_seed(request),
             cache_salt=request.cache_salt or "",
         )
     )
+
+
+def _seed(request: GenerationRequest) -> int:
+    """A reply that another engine has begun goes on with draws of its own: vLLM cannot skip those made before, and the
+    same ones again would tie the later tokens to the first."""
+    if not request.first_draw:
+        return request.seed
+    text = f"{request.seed}/{request.first_draw}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def from_wire(message: Message) -> ServerRequest:

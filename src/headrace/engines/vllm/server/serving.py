@@ -251,7 +251,13 @@ class Server(Generic[Read]):
         self._send_step(step)
 
     def _send_step(self, step: Step) -> None:
-        counters = {"num_running": len(self._running), "num_waiting": len(self._waiting)}
+        counters = {
+            "num_running": len(self._running),
+            "num_waiting": len(self._waiting),
+            "max_running": self._max_batch_size,
+            "kv_used_tokens": sum(sum(lengths) for lengths in self._running.values()),
+            "kv_total_tokens": self._backend.ready.kv_total_tokens,
+        }
         self._connection.send(
             {
                 "event": "step",

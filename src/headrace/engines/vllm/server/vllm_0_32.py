@@ -106,6 +106,7 @@ class VllmBackend:
             vocab_size=model_vocab_size,
             dtype=str(config.dtype).removeprefix("torch."),
             logprobs=str(config.logprobs_mode),
+            kv_total_tokens=(self._worker.vllm_config.cache_config.num_gpu_blocks or 0) * BLOCK_SIZE,
         )
         self._requests: dict[str, ServerRequest] = {}
         self._names: dict[int, str] = {}
