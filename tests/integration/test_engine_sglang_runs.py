@@ -91,7 +91,7 @@ def test_a_run_learns_from_what_the_server_samples(tmp_path: Path, sections: dic
     with in_thread(lambda: serving(sglang)) as url:
         assert main(["train", str(run_file(tmp_path, url, **sections))]) == 0
     num_batches = sections.get("trainer", {}).get("num_batches", 3)
-    metrics = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    metrics = list(read_metrics(tmp_path / "run"))
     assert len(metrics) == num_batches
     assert all(row["canary/max_gap"] < 1e-4 for row in metrics)
     assert sglang.num_loads == num_batches + 1
@@ -164,7 +164,7 @@ def test_a_server_that_falls_silent_ends_the_run_and_a_resume_goes_on_with_anoth
     assert "headrace resume" in capsys.readouterr().err
     with in_thread(lambda: serving(server())) as url:
         assert main(["resume", str(tmp_path / "run"), f'--engine.urls=["{url}"]', "--waits.publish_s=60"]) == 0
-    assert len(list(read_metrics(tmp_path / "run" / "metrics.jsonl"))) >= 4
+    assert len(list(read_metrics(tmp_path / "run"))) >= 4
 
 
 def test_the_gpu_check_runs_against_the_scripted_server(tmp_path: Path) -> None:
