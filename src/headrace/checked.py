@@ -5,15 +5,23 @@ Nothing is written and no model is loaded before everything that can be known to
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.algorithms.registry import build_algorithm
 from headrace.config.checks import AlgorithmTraits, check_config
 from headrace.config.critic import SeparateCriticConfig
-from headrace.config.engines import VllmEngineConfig
+from headrace.config.engines import OpenAiEngineConfig, SglangEngineConfig, VllmEngineConfig
 from headrace.config.schema import RunConfig
-from headrace.config.vllm_python import find_python
+from headrace.config.vllm_python import check_this_python, find_python
+from headrace.engines.http import HttpClient, api_key
+from headrace.engines.openai import OpenAiEngine, make_client
+from headrace.engines.openai import check_before_work as check_openai
+from headrace.engines.sglang.calls import SglangCalls
+from headrace.engines.sglang.start import Expected
+from headrace.engines.sglang.start import check_before_work as check_sglang
 from headrace.environments.preferences import Conversation, Rows, read_supervised
 from headrace.environments.registry import check_environments
 from headrace.environments.tasks import TaskSplits, build_tasks
@@ -53,8 +61,10 @@ class Policy:
     renderer: ChatRenderer
 
 
-def check_before_work(config: RunConfig) -> Checked:
-    """All that can be refused without loading a model. Raises ConfigError and its kin."""
+def check_before_work(config: RunConfig, *, trains: bool = True, asks_servers: bool = True) -> Checked:
+    """All that can be refused without loading a model. ``trains``: False for an evaluation; ``asks_servers``: False in
+    processes beside the one that has asked. Raises ConfigError and its kin, EngineError where a server that the
+    configuration names is not what a run can build on."""
     algorithm = build_algorithm(
         config.algorithm,
         asynchronous=config.rollout.max_staleness > 0,
@@ -71,14 +81,15 @@ def check_before_work(config: RunConfig) -> Checked:
             ratio_is_one=getattr(composed, "ratio_is_one_on_one_step", True),
             needs_values=algorithm.needs.values,
         ),
+        trains=trains,
     )
     if isinstance(config.engine, VllmEngineConfig):
-        find_python(config.engine.python)
-    folder = Path(resolve_model_path(config.model.path)).expanduser()
-    if folder.is_dir() and (config.parallel.world_size > 1 or config.model.activation_budget_bytes is not None):
-        shape = ModelShape.of_folder(folder)
-        check_layout(config.parallel, shape)
-        recomputed_layers(config.parallel, shape, Pass.of(config))  # raises where the budget is too small
+        if config.engine.mode == "in_process":
+            check_this_python()
+        else:
+            find_python(config.engine.python)
+    if not isinstance(config.engine, OpenAiEngineConfig):  # whose model is the server's
+        _check_layout(config)
     if config.parallel.world_size > 1 and algorithm.needs.prepare:
         raise ConfigError(
             f"algorithm '{config.algorithm.preset}' chooses tokens or weights over a whole minibatch, which several "
@@ -115,8 +126,54 @@ def check_before_work(config: RunConfig) -> Checked:
             'teacher.stream = "distillation" trains without rewards; choose a preset without it, such as grpo'
         )
     conversations = read_supervised(config.supervised_data, splits.held_out)
+    if asks_servers:
+        _ask_servers(config)
     return Checked(
         config=config, splits=splits, algorithm=algorithm, reward=reward, gold=gold, conversations=conversations
+    )
+
+
+def _check_layout(config: RunConfig) -> None:
+    """Does the model fit into the processes that were asked for?"""
+    folder = Path(resolve_model_path(config.model.path)).expanduser()
+    if folder.is_dir() and (config.parallel.world_size > 1 or config.model.activation_budget_bytes is not None):
+        shape = ModelShape.of_folder(folder)
+        check_layout(config.parallel, shape)
+        recomputed_layers(config.parallel, shape, Pass.of(config))  # raises where the budget is too small
+
+
+def _ask_servers(config: RunConfig) -> None:
+    """Last, for a server that is being started may take its time to answer."""
+    engine = config.engine
+    if isinstance(engine, SglangEngineConfig):
+        expected = expected_server(config)
+        for url in engine.urls:
+            check_sglang(functools.partial(sglang_calls, engine, url), expected, engine.start_deadline_s)
+    elif isinstance(engine, OpenAiEngineConfig):
+        check_openai(functools.partial(make_openai_engine, engine, config.model.path))
+
+
+def sglang_calls(engine: SglangEngineConfig, url: str) -> SglangCalls:
+    """A client of one server that the configuration names. Raises ConfigError where its key is not there."""
+    key = api_key(engine.api_key_variable)
+    name, variable = "the SGLang server", engine.api_key_variable
+    return SglangCalls(HttpClient(url, name=name, key=key, key_variable=variable, use_proxies=False))
+
+
+def make_openai_engine(engine: OpenAiEngineConfig, model: str) -> OpenAiEngine:
+    """Of the model that the server knows as ``model``. Raises ConfigError where its key is not there."""
+    return OpenAiEngine(engine, model, make_client(engine))
+
+
+def expected_server(config: RunConfig) -> Expected:
+    """What a server must serve: the model of the configuration, as its folder says."""
+    path = Path(resolve_model_path(config.model.path)).expanduser() / "config.json"
+    model = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return Expected(
+        dtype=config.model.dtype,
+        architectures=tuple(model.get("architectures") or ()),
+        model_type=model.get("model_type", ""),
+        max_context=config.engine.max_context or 0,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -28,6 +29,21 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         **(extra or {}),
     }
+
+
+EXIT_LOST = 75
+"""Of a supervised controller where a part of its run was lost (EX_TEMPFAIL of sysexits.h)."""
+EXIT_PARENT_GONE = 3
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask Linux to kill this process when its parent dies, even by kill -9. Elsewhere nothing happens: what serves a
+    parent must also end with its connection."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:  # it died before the call
+            os._exit(EXIT_PARENT_GONE)
 
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")

@@ -21,3 +21,8 @@ class ConfigError(HeadraceError):
     def __init__(self, message: str, *, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.problems = problems or (message,)
+
+
+class PartLost(HeadraceError):
+    """A process or a machine that the run needs is gone, or does not answer. Nothing is wrong with the run itself: what
+    was in flight is in the books, and a resume goes on."""

@@ -75,7 +75,7 @@ from headrace.control.cursor import TaskCursor
 from headrace.control.grouping import Complete, Discard, GroupAssembler, Retry
 from headrace.control.samples import checked_samples
 from headrace.control.staleness import BatchSelector, mask_overage, overage
-from headrace.errors import HeadraceError
+from headrace.errors import PartLost
 from headrace.evaluation.result import EvaluationResult
 from headrace.parts import Parts
 from headrace.reporting import TrainRecord, failure_class
@@ -88,7 +88,7 @@ class StopRequested(Exception):
     """Somebody asked the run to stop (Ctrl-C); it ends at the next safe point."""
 
 
-class EngineDied(HeadraceError):
+class EngineDied(PartLost):
     """The engine failed for good. What was in flight was not trained, and is issued again by a resume."""
 
 

@@ -9,21 +9,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.checked import check_before_work, load_policy
+from headrace.checked import Checked, Policy, check_before_work, load_policy, make_openai_engine
+from headrace.config.engines import OpenAiEngineConfig
 from headrace.config.load import load_config
 from headrace.config.prompts import check_prompts
 from headrace.config.schema import RunConfig
 from headrace.control.watchdog import Watchdog
+from headrace.engine_wiring import build_engine
 from headrace.errors import ConfigError
 from headrace.evaluation.render import comparison_table, result_table
 from headrace.evaluation.result import EvaluationResult, compare
 from headrace.model.paths import resolve_model_path
+from headrace.protocols import ChatEngine, Engine
 from headrace.record.checkpoints import find_checkpoints
 from headrace.record.recorded_config import recorded_config
 from headrace.record.run_dir import read_run_info
 from headrace.trainer.weights import restore_model
 from headrace.types import PolicyVersion
-from headrace.wiring import build_engine, build_player
+from headrace.wiring import build_player
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,25 +95,52 @@ def _tasks_config(targets: list[Target], tasks_from: Path | None) -> RunConfig:
 
 
 async def _evaluate(config: RunConfig, target: Target) -> EvaluationResult:
+    if isinstance(config.engine, OpenAiEngineConfig):
+        return await _evaluate_served(config, config.engine, target)
     model = recorded_config(target.run_dir).model if target.run_dir else None
     if model is None:
         path = resolve_model_path(target.model or config.model.path)
         model = config.model.model_copy(update={"path": path, "lora": None})
     # One engine takes all cores here: nothing trains beside it.
     rollout = config.rollout.model_copy(update={"max_staleness": 0})
-    checked = check_before_work(config)
-    config = config.model_copy(update={"model": model, "rollout": rollout, "fleet": None})
-    if not len(checked.splits.held_out):
-        raise ConfigError("there are no held-out tasks to evaluate on; set tasks.held_out_path or held_out_fraction")
+    config = config.model_copy(update={"model": model})
+    checked = check_before_work(config, trains=False)
+    config = config.model_copy(update={"rollout": rollout, "fleet": None})
+    _check_held_out(checked)
     policy = load_policy(config)
     if target.checkpoint is not None:
         restore_model(policy.loaded, target.checkpoint)
     held_out = checked.splits.held_out
     check_prompts(held_out, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
-    engine = build_engine(config, policy, PolicyVersion(0, 0))
+    return await _play(config, checked, build_engine(config, policy, PolicyVersion(0, 0)), policy)
+
+
+async def _evaluate_served(config: RunConfig, engine: OpenAiEngineConfig, target: Target) -> EvaluationResult:
+    """A model of somebody's server, by the name that it has there. No model is loaded here."""
+    if target.model is None:
+        raise ConfigError(
+            f'{target.name} is a checkpoint, and with engine.type = "openai" the server at {engine.url} is evaluated: '
+            "name a model that it serves; or evaluate the checkpoint with --tasks of a file with another engine"
+        )
+    model = config.model.model_copy(update={"path": target.model, "lora": None})
+    config = config.model_copy(update={"model": model})
+    checked = check_before_work(config, trains=False)
+    _check_held_out(checked)
+    return await _play(config, checked, make_openai_engine(engine, target.model), None)
+
+
+def _check_held_out(checked: Checked) -> None:
+    if not len(checked.splits.held_out):
+        raise ConfigError("there are no held-out tasks to evaluate on; set tasks.held_out_path or held_out_fraction")
+
+
+async def _play(
+    config: RunConfig, checked: Checked, engine: Engine | ChatEngine, policy: Policy | None
+) -> EvaluationResult:
+    """Every held-out task; engine and reward are closed afterwards."""
     watchdog = Watchdog(time.monotonic, config.guards.stall_min_s)
     player = build_player(config, engine, policy, checked.reward, watchdog, time.monotonic, checked.gold)
-    reward = checked.gold or checked.reward
+    reward, held_out = checked.gold or checked.reward, checked.splits.held_out
     try:
         await reward.start()
         tasks = [held_out[i] for i in range(len(held_out))]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from headrace.algorithms.fields import Minibatch
+from headrace.cluster.workers import Workers
 from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
@@ -38,6 +39,7 @@ from headrace.trainer.weights import Write
 from headrace.types import RolloutBatch, Task
 from headrace.weights.canary import Canary
 from headrace.weights.checksums import named_parameters
+from headrace.weights.parameters import adapter_travels
 
 T = TypeVar("T")
 
@@ -121,6 +123,8 @@ class Parts:
     overlap: Overlap | None = None
     """None: the run waits for its checkpoints."""
     gold_check: GoldCheck | None = None
+    workers: Workers | None = None
+    """What runs in other processes besides engines and trainer ranks."""
     supervised: SupervisedStream | None = None
     """What is imitated beside the rollouts."""
     teacher: Teacher | None = None
@@ -196,7 +200,10 @@ class Parts:
         update = self.trainer.publish()
         if self.shares_weights or update.buckets is not None:
             return update
-        return WeightUpdate(version=update.version, tensors=named_parameters(self.model))
+        tensors = named_parameters(self.model)
+        if self.config.model.lora is not None:  # the base is frozen, and the engine has it
+            tensors = {name: tensor for name, tensor in tensors.items() if adapter_travels(name)}
+        return WeightUpdate(version=update.version, tensors=tensors)
 
     def save_checkpoint(self, number: int, write: Write, state: dict[str, Any]) -> None:
         """Trainer, state and episodes of one moment, complete or not at all (I12). With an overlap on its thread."""
@@ -296,7 +303,13 @@ class Parts:
     async def close(self) -> list[SinkHealth]:
         """Let go of everything, so that nothing writes into what is closed; returns how the sinks fared."""
         self.progress.stop()
-        for name, close in (("engine", self.engine.close), ("reward", self.reward.close)):
+        closes: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+            ("engine", self.engine.close),
+            ("reward", self.reward.close),
+        ]
+        if self.workers is not None:
+            closes.append(("workers", self.workers.close))
+        for name, close in closes:
             try:
                 await self.wait(close(), waiter="run", on=name, what="its end", deadline_s=CLOSE_DEADLINE_S)
             except DeadlineError as error:

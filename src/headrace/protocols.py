@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from headrace.types import (
     Episode,
+    FinishReason,
     Generation,
     GenerationRequest,
     Group,
@@ -20,6 +21,7 @@ from headrace.types import (
     PolicyVersion,
     RolloutBatch,
     Sample,
+    Sampling,
     ScoreResult,
     Task,
 )
@@ -83,6 +85,8 @@ class WeightUpdate:
     tensors: Mapping[str, Tensor] | None = None
     buckets: Callable[[], Iterator[Mapping[str, Tensor]]] | None = None
     """Of a trainer of several processes: makes the whole tensors, a bounded number at a time. Take all of them."""
+    manifest: Mapping[str, Any] | None = None
+    """JSON: where a carrier has put them already (``headrace.weights.carrier``); then nothing else is read."""
 
 
 class Probed(Protocol):
@@ -139,6 +143,39 @@ class Engine(Protocol):
     def weight_checksums(self) -> Mapping[str, str]:
         """Name -> checksum of the weights that the next decode step will use (I6)."""
         ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """Messages in. ``sampling.stop_ids`` and ``top_k`` say nothing to an engine of text."""
+
+    id: str
+    messages: tuple[Message, ...]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatReply:
+    """Text out. Where a stop string ended it, most servers have cut that off."""
+
+    text: str
+    finish_reason: FinishReason
+
+
+@runtime_checkable
+class ChatEngine(Protocol):
+    """Text in, text out: somebody's server. What it sampled is not known by ids, nor with which probability, so an
+    episode that it plays has no trace: it can be evaluated or judge others, and is never trained."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Always the same: what the server has is not ours to number."""
+        ...
+
+    async def chat(self, request: ChatRequest) -> ChatReply: ...
 
     async def close(self) -> None: ...
 

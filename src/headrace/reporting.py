@@ -86,12 +86,13 @@ class TrainRecord:
             self._values.setdefault(name, []).append(value)
 
     def metrics(self) -> dict[str, float]:
-        """Named for metrics.jsonl: counts are summed over the steps, maxima are maxima, the rest is averaged."""
+        """Named for metrics.jsonl: counts are summed over the steps, of maxima and 99th percentiles the largest counts,
+        the rest is averaged."""
         merged: dict[str, float] = {}
         for name, values in self._values.items():
             if name.rpartition("/")[2].startswith("num_"):
                 merged[name] = sum(values)
-            elif "max" in name:
+            elif "max" in name or name.endswith("_p99"):
                 merged[name] = max(values)
             else:
                 merged[name] = fmean(values)

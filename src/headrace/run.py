@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.config.schema import RunConfig
-from headrace.errors import HeadraceError
+from headrace.control.watchdog import DeadlineError
+from headrace.engines.errors import EngineError
+from headrace.errors import HeadraceError, PartLost
 from headrace.evaluation.result import EvaluationResult
 from headrace.loop import Loop
 from headrace.monitor.report import write_curve_png, write_report
 from headrace.parts import Parts
+from headrace.trainer.crew import LeadingTrainer
 from headrace.wiring import build_parts
 
 WATCH_INTERVAL_S = 5.0
@@ -25,12 +28,17 @@ START_DEADLINE_S = 120.0
 """For the verifiers' self-tests."""
 
 
-class StallError(HeadraceError):
-    """Nothing moved for too long; the message is the watchdog's report (I19)."""
-
-
 class RunFailed(HeadraceError):
     """A guard, a deadline or a part that failed ended the run. The message says what, where, and how to go on."""
+
+    def __init__(self, message: str, *, part_lost: bool = False) -> None:
+        """``part_lost``: a process or a machine is gone or does not answer, and a resume may go on at once."""
+        super().__init__(message)
+        self.part_lost = part_lost
+
+
+class StallError(RunFailed):
+    """Nothing moved for too long; the message is the watchdog's report (I19)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +55,43 @@ class TrainResult:
     """(version number, result) of this process's evaluations, oldest first."""
 
 
-def train(config: RunConfig, *, resume_from: Path | None = None) -> TrainResult:
+class Controls:
+    """A running run for other threads: how far it is, and how to stop it."""
+
+    def __init__(self) -> None:
+        self._loop: Loop | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._stop_requested = False
+
+    @property
+    def num_updates(self) -> int:
+        return 0 if self._loop is None else self._loop.batch_index
+
+    def stop(self) -> None:
+        """Ask the run to end at its next safe point, also before it has begun."""
+        self._stop_requested = True
+        if self._event_loop is not None and self._loop is not None and not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(self._loop.stop)
+
+    def attach(self, loop: Loop) -> None:
+        """Called by the run, on its thread."""
+        self._event_loop, self._loop = asyncio.get_running_loop(), loop
+        if self._stop_requested:
+            loop.stop()
+
+
+def train(config: RunConfig, *, resume_from: Path | None = None, controls: Controls | None = None) -> TrainResult:
     """Run ``config`` to its end, from its start or from the newest complete checkpoint of ``resume_from``.
 
     Raises HeadraceError for what the user can mend, RunFailed where a guard or a deadline ended the run.
     """
-    return asyncio.run(_train(config, resume_from))
+    return asyncio.run(_train(config, resume_from, controls or Controls()))
 
 
-async def _train(config: RunConfig, resume_from: Path | None) -> TrainResult:
+async def _train(config: RunConfig, resume_from: Path | None, controls: Controls) -> TrainResult:
     parts = build_parts(config, resume_from=resume_from)
     try:
-        loop = await _run(parts)
+        loop = await _run(parts, controls)
     except BaseException as error:
         failure = _explained(parts, first_cause(error))
         try:
@@ -76,13 +109,17 @@ async def _train(config: RunConfig, resume_from: Path | None) -> TrainResult:
     )
 
 
-async def _run(parts: Parts) -> Loop:
+async def _run(parts: Parts, controls: Controls) -> Loop:
     parts.progress.start()
+    if parts.workers is not None:
+        deadline_s = 2 * parts.workers.start_deadline_s
+        await parts.wait(parts.workers.start(), waiter="run", on="workers", what="their start", deadline_s=deadline_s)
     self_tests = parts.reward.start()
     await parts.wait(
         self_tests, waiter="loop", on="reward", what="the verifiers' self-tests", deadline_s=START_DEADLINE_S
     )
     loop = Loop(parts)
+    controls.attach(loop)
     with _stop_on_signals(loop), nothing_is_garbage_yet():
         await _run_watched(loop)
     return loop
@@ -118,6 +155,8 @@ async def _watch(parts: Parts) -> None:
     """I19: no progress makes a report; as long again without any ends the run."""
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
+        if isinstance(parts.trainer, LeadingTrainer):
+            parts.trainer.check_followers()
         if not parts.watchdog.stalled():
             continue
         report = parts.watchdog.report_text()
@@ -126,7 +165,8 @@ async def _watch(parts: Parts) -> None:
         while parts.watchdog.stalled():
             await asyncio.sleep(WATCH_INTERVAL_S)
             if parts.watchdog.idle_s > 2 * parts.watchdog.stall_after_s:
-                raise StallError(f"the run stands still and was ended. {report}\n{_how_to_resume(parts)}")
+                message = f"the run stands still and was ended. {report}\n{_how_to_resume(parts)}"
+                raise StallError(message, part_lost=True)
 
 
 def _write_stall_report(parts: Parts, report: str) -> str:
@@ -152,7 +192,8 @@ def _explained(parts: Parts, cause: BaseException) -> BaseException:
     if not isinstance(cause, HeadraceError) or isinstance(cause, StallError):
         return cause
     path = _write_stall_report(parts, parts.watchdog.report_text())
-    return RunFailed(f"{cause}\nWho waited on whom: {path}\n{_how_to_resume(parts)}")
+    part_lost = isinstance(cause, (PartLost, DeadlineError)) or type(cause) is EngineError
+    return RunFailed(f"{cause}\nWho waited on whom: {path}\n{_how_to_resume(parts)}", part_lost=part_lost)
 
 
 def _how_to_resume(parts: Parts) -> str:

@@ -1,8 +1,8 @@
 """The program of a vLLM server. Started by ``engines.vllm.client`` with the Python that has vLLM, never by hand.
 
-``python -P serve_vllm.py --socket FD --weights FD --options JSON [--recompute]``
+``python -P serve_vllm.py --socket FD --weights JSON --options JSON [--frozen JSON]``
 
-That Python has no headrace installed, and must not find the packages of the trainer's. So this file gives it the
+That Python need not have headrace installed, and must not find the packages of the trainer's. So this file gives it the
 package names that it needs, without running what their ``__init__`` imports: from then on, ``headrace.weights`` is the
 folder beside it, and nothing more.
 """
@@ -30,21 +30,22 @@ def main(arguments: list[str]) -> None:
     """Load, say 'ready' or why not, serve until the client is gone."""
     parser = argparse.ArgumentParser(prog="serve_vllm")
     parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--weights", type=int, required=True)
+    parser.add_argument("--weights", type=json.loads, required=True)
+    parser.add_argument("--frozen", type=json.loads)
     parser.add_argument("--options", required=True)
-    parser.add_argument("--recompute", action="store_true")
     parsed = parser.parse_args(arguments)
 
     from headrace.engines.vllm.server.backend import BackendOptions
     from headrace.engines.vllm.server.serving import Connection, Server
-    from headrace.weights.shared_memory import SharedMemoryReceiver
+    from headrace.weights.receivers import make_receiver
 
     connection = Connection(socket.socket(fileno=parsed.socket))
-    options = BackendOptions(**json.loads(parsed.options))
+    options = BackendOptions.from_json(json.loads(parsed.options))
     try:
-        from headrace.engines.vllm.server.vllm_0_32 import check_version, load_backend
+        from headrace.engines.vllm.server.versions import load_backend
 
-        check_version()
+        reader = make_receiver(parsed.weights)
+        frozen = None if parsed.frozen is None else make_receiver(parsed.frozen)
         backend = load_backend(options)
     except Exception as error:
         connection.send({"event": "failed", "error": f"{type(error).__name__}: {error}"})
@@ -52,9 +53,10 @@ def main(arguments: list[str]) -> None:
     Server(
         connection,
         backend,
-        SharedMemoryReceiver(parsed.weights),
+        reader,
+        frozen=frozen,
         max_batch_size=options.max_batch_size,
-        recompute=parsed.recompute,
+        recompute=options.recompute,
     ).run()
 
 

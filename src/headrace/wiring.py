@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -17,32 +16,29 @@ import torch
 from torch import Tensor
 
 from headrace.checked import Checked, Policy, check_before_work, load_critic, load_policy
-from headrace.config.engines import VllmEngineConfig
-from headrace.config.fleet import FleetConfig
+from headrace.cluster.ray_followers import RayFollowers
+from headrace.cluster.workers import Workers
+from headrace.config.engines import TransformersEngineConfig
 from headrace.config.load import resolved
 from headrace.config.prompts import check_prompts
 from headrace.config.schema import RunConfig
-from headrace.config.vllm_python import find_python
 from headrace.control.ledger import Ledger
 from headrace.control.watchdog import Watchdog
 from headrace.daemon_thread import DaemonThread
-from headrace.engines.embedded import TransformersEngine
+from headrace.engine_wiring import build_engine, build_fleet, num_threads
 from headrace.engines.fleet.fleet import FleetEngine
-from headrace.engines.fleet.tally import OnSpan
-from headrace.engines.vllm.client import VllmEngine
 from headrace.environments.registry import make_environment
 from headrace.environments.runner import EpisodeRunner
 from headrace.errors import ConfigError
 from headrace.evaluation.gold import GoldCheck, recorded_evaluations
 from headrace.model.parallel.mesh import ParallelMesh
-from headrace.model.paths import resolve_model_path
 from headrace.monitor.fanout import build_sinks
 from headrace.monitor.health import HealthMonitor
 from headrace.monitor.progress import Progress
 from headrace.monitor.stacks import task_stacks, thread_stacks
 from headrace.parts import Overlap, Parts, Record
 from headrace.player import Player
-from headrace.protocols import Clock, Engine, Reward, WeightUpdate
+from headrace.protocols import ChatEngine, Clock, Engine, Environment, Reward
 from headrace.record.checkpoints import Checkpoint, CheckpointStore
 from headrace.record.episodes import EpisodeWriter
 from headrace.record.ledger_store import LedgerStore
@@ -53,127 +49,41 @@ from headrace.record.spans import SpanWriter
 from headrace.reporting import Reporter
 from headrace.supervised import SupervisedStream
 from headrace.teacher import Teacher
-from headrace.trainer.crew import Followers, LeadingTrainer, join_run
+from headrace.trainer.crew import Crew, Followers, LeadingTrainer, join_run
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.plan import num_steps_per_batch
 from headrace.trainer.routers import Routers
 from headrace.trainer.trainer import PolicyTrainer
-from headrace.types import PolicyVersion, Sample, Sampling
-from headrace.weights.canary import Canary
+from headrace.types import PolicyVersion, Sample, Sampling, Task
+from headrace.weights.canary import NUM_PROBE_TOKENS, Canary
+from headrace.weights.carried import CarriedWeights
 from headrace.weights.catch_up import TrainerCatchUp
 from headrace.weights.checksums import checksum, checksums, named_parameters
-from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
-from headrace.weights.shared_memory import SharedMemorySender
+from headrace.weights.parameters import adapter_travels
+from headrace.weights.receivers import make_receiver
+from headrace.weights.senders import make_sender
 from headrace.weights.streamed import StreamedWeights
 
-NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40}
-"""By engine. vLLM's prefix cache finds whole blocks of 32 tokens, so a shorter prompt would never be found in it."""
-
-NO_VERSION = PolicyVersion(-1, 0)
-"""Of weights that were never published: older than every version."""
-
-
-def num_threads(config: RunConfig) -> tuple[int, int]:
-    """(one engine, trainer): all cores each where they take turns, half each where they run at the same time; divided
-    by the processes of the run, and the engines' among themselves."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shares = config.parallel.world_size if config.rollout.max_staleness == 0 else 2 * config.parallel.world_size
-    default = max(1, num_cores // shares)
-    num_engines = 1 if config.fleet is None else config.fleet.num_engines
-    return config.engine.num_threads or max(1, default // num_engines), config.trainer.num_threads or default
-
-
-def build_engine(
-    config: RunConfig,
-    policy: Policy,
-    version: PolicyVersion,
-    carrier: StreamedWeights | CopiedWeights | None = None,
-    log_path: Path | None = None,
-) -> TransformersEngine | VllmEngine:
-    """The engine that the configuration names, serving ``version``; ``carrier``: of a trainer of several processes;
-    ``log_path``: for what an engine in another process prints."""
-    engine_threads, _ = num_threads(config)
-    if isinstance(config.engine, VllmEngineConfig):
-        return _build_vllm(config, config.engine, policy, version, carrier, log_path)
-    make_carrier = SharedWeights if config.engine.shares_weights else CopiedWeights
-    return TransformersEngine(
-        carrier or make_carrier(policy.loaded.model, version),
-        config.engine.model_copy(update={"num_threads": engine_threads}),
-        vocab_size=policy.loaded.vocab_size,
-        decode=policy.renderer.decode,
-        record_routing=config.trainer.router_replay,
-    )
-
-
-def _build_vllm(
-    config: RunConfig,
-    engine: VllmEngineConfig,
-    policy: Policy,
-    version: PolicyVersion,
-    carrier: StreamedWeights | CopiedWeights | None,
-    log_path: Path | None,
-) -> VllmEngine:
-    """It starts from the weights of ``carrier``, else from the trainer's own: they are read at the first call, which
-    the loop makes before any optimizer step."""
-    engine_threads, _ = num_threads(config)
-    model = carrier.model if carrier is not None else policy.loaded.model
-    return VllmEngine(
-        engine.model_copy(update={"num_threads": engine_threads}),
-        SharedMemorySender(),
-        WeightUpdate(version=version, tensors=named_parameters(model)),
-        python=find_python(engine.python),
-        model=Path(resolve_model_path(config.model.path)).expanduser(),
-        dtype=config.model.dtype,
-        vocab_size=policy.loaded.vocab_size,
-        decode=policy.renderer.decode,
-        max_context=policy.loaded.max_context,
-        log_path=log_path,
-        make_update_error=WeightUpdateError,
-    )
-
-
-def build_fleet(
-    config: RunConfig,
-    fleet: FleetConfig,
-    policy: Policy,
-    version: PolicyVersion,
-    template: StreamedWeights | None,
-    *,
-    watchdog: Watchdog,
-    run_path: Path,
-    on_span: OnSpan,
-    on_event: Callable[[str], None],
-) -> FleetEngine:
-    """Engines of the kind that the configuration names, behind one. ``template``: the whole model with the present
-    weights, where the trainer has several processes. An engine that is started again begins with whatever weights are
-    at hand, as no version at all: it is given the published ones, and proved, before it serves."""
-
-    async def start(index: int, incarnation: int) -> Engine:
-        held, log_path = version if incarnation == 0 else NO_VERSION, run_path / f"engine-{index}.log"
-        if isinstance(config.engine, VllmEngineConfig):
-            vllm = _build_vllm(config, config.engine, policy, held, template, log_path)
-            await vllm.start()
-            return vllm
-        own = CopiedWeights(policy.loaded.model if template is None else template.model, held)
-        return build_engine(config, policy, held, own)
-
-    return FleetEngine(start, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)
+NUM_CANARY_PROMPT_TOKENS = {"transformers": 8, "vllm": 40, "sglang": 72}
+"""By engine. Prefix caches find whole blocks of tokens (vLLM's of 32, SGLang's of 64 at most), so a shorter prompt
+would never be found in them."""
 
 
 def build_player(
     config: RunConfig,
-    engine: Engine,
-    policy: Policy,
+    engine: Engine | ChatEngine,
+    policy: Policy | None,
     reward: Reward,
     watchdog: Watchdog,
     clock: Clock,
     gold: Reward | None = None,
+    environments: Callable[[Task], Environment] = make_environment,
 ) -> Player:
-    """Plays episodes as the configuration says."""
+    """Plays episodes as the configuration says. ``policy``: None with an engine of text."""
     runner = EpisodeRunner(
         engine=engine,
-        renderer=policy.renderer,
-        make_environment=make_environment,
+        renderer=None if policy is None else policy.renderer,
+        make_environment=environments,
         watchdog=watchdog,
         clock=clock,
         run_seed=config.seed,
@@ -200,13 +110,18 @@ def build_parts(config: RunConfig, *, resume_from: Path | None, clock: Clock = t
         check_prompts(source, policy.renderer, config, config.engine.max_context or policy.loaded.max_context)
     limit = policy.loaded.max_context
     supervised = SupervisedStream.build(checked.conversations, config, policy.renderer, limit)
-    mixed = _Mixed(supervised=supervised, teacher=Teacher.load(config, policy.loaded))
-    trainer, carrier = _build_trainer(checked, policy)
+    workers = Workers.of(config)
+    beside = _Beside(supervised=supervised, teacher=Teacher.load(config, policy.loaded), workers=workers)
+    trainer, carrier = _build_trainer(checked, policy, workers)
     try:
         run_dir = RunDirectory.open(resume_from) if resume_from else _create_run(checked, policy)
         try:
             record, checkpoint = _open_record(checked, trainer, run_dir, clock)
-            return _connect(checked, policy, trainer, carrier, mixed, record, checkpoint, clock)
+            if workers is not None:
+                workers.journal.open(run_dir.path)
+                reward, gold = workers.rewards(checked.reward, checked.gold)
+                checked = replace(checked, reward=reward, gold=gold)
+            return _connect(checked, policy, trainer, carrier, beside, record, checkpoint, clock)
         except BaseException:
             run_dir.close()
             raise
@@ -221,16 +136,26 @@ def _on_over_optimisation(config: RunConfig) -> Literal["warn", "stop"]:
 
 
 def _build_trainer(
-    checked: Checked, policy: Policy
-) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights]:
+    checked: Checked, policy: Policy, workers: Workers | None
+) -> tuple[PolicyTrainer, None] | tuple[LeadingTrainer, StreamedWeights | CarriedWeights]:
     """The trainer; with several processes also the engine's weights, copied before the model is split."""
     config = checked.config
     if config.parallel.world_size == 1:
         critic = load_critic(config, policy)
         return PolicyTrainer(policy.loaded, config.trainer, critic=critic, **_trainer_options(checked)), None
     Routers.of(policy.loaded.model, config.trainer)  # refuses what this model cannot have, before any process starts
-    carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
-    followers = Followers(config)
+    carrier: StreamedWeights | CarriedWeights
+    engine = config.engine
+    if not isinstance(engine, TransformersEngineConfig) or engine.carrier.type == "memory":
+        carrier = StreamedWeights(copy.deepcopy(policy.loaded.model), PolicyVersion(0, 0))
+    else:
+        sender = make_sender(engine.carrier, config.run_dir / "weights")
+        carrier = CarriedWeights(policy.loaded.model, PolicyVersion(0, 0), make_receiver(sender.receiver), sender)
+    followers: Crew
+    if workers is not None and workers.ray_carrier is not None:
+        followers = RayFollowers(workers.ray_carrier, workers.journal, resolved(config), config.parallel.world_size)
+    else:
+        followers = Followers(config)
     try:
         with followers.explained():
             verbs = join_run(config, 0, followers.address)
@@ -259,11 +184,12 @@ def _trainer_options(checked: Checked) -> _TrainerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Mixed:
-    """What trains beside the rewards."""
+class _Beside:
+    """What a run has beside policy, engine and trainer."""
 
     supervised: SupervisedStream | None
     teacher: Teacher | None
+    workers: Workers | None
 
 
 class _TrainerOptions(TypedDict):
@@ -333,8 +259,8 @@ def _connect(
     checked: Checked,
     policy: Policy,
     trainer: PolicyTrainer | LeadingTrainer,
-    carrier: StreamedWeights | None,
-    mixed: _Mixed,
+    carrier: StreamedWeights | CarriedWeights | None,
+    beside: _Beside,
     record: Record,
     checkpoint: Checkpoint | None,
     clock: Clock,
@@ -345,39 +271,11 @@ def _connect(
     watchdog = _watchdog(config, clock)
     _, trainer_threads = num_threads(config)
     trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
-
-    async def score(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
-        return [t.tolist() for t in await trainer_thread.call(trainer.forward, samples)]
-
-    bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
     sinks = build_sinks(config.monitor, record.run_dir.path, config.name, redact(resolved(config)))
     progress = Progress(config.trainer.num_batches, title=config.name, enabled=config.monitor.progress)
-    run_path = record.run_dir.path
-    engine: Engine
-    if config.fleet is None:
-        engine = build_engine(config, policy, trainer.version, carrier, run_path / "engine.log")
-    else:
-        engine = build_fleet(
-            config,
-            config.fleet,
-            policy,
-            trainer.version,
-            carrier,
-            watchdog=watchdog,
-            run_path=run_path,
-            on_span=record.spans.add,
-            on_event=progress.note,
-        )
-    canary = Canary(
-        engine,
-        score,
-        _canary_prompt(checked, policy),
-        bound=bound,
-        trainer_checksums=lambda: _trainer_checksums(trainer, policy),
-        shares_weights=config.engine.shares_weights and carrier is None,
-    )
-    if isinstance(engine, FleetEngine):
-        engine.catch_up_by(TrainerCatchUp(canary, trainer, lambda: _weights(trainer, policy), trainer_thread.call))
+    engine = _build_run_engine(config, policy, trainer.version, carrier, beside.workers, record, watchdog, progress)
+    bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
+    canary = _build_canary(checked, policy, engine, trainer, trainer_thread, bound, carrier)
     reporter = Reporter(
         record.lineage,
         metrics=record.metrics,
@@ -393,17 +291,22 @@ def _connect(
     if checkpoint is not None:
         reporter.remember(record.run_dir.path, trainer.version.number)
     held_out = checked.splits.held_out
+    environments: Callable[[Task], Environment] = make_environment
+    if beside.workers is not None:
+        environments = beside.workers.environments(make_environment)
+        beside.workers.told(progress.note)
     return Parts(
         config=config,
         clock=clock,
         tasks=checked.splits.train,
         held_out=[held_out[i] for i in range(len(held_out))],
         engine=engine,
-        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold),
+        player=build_player(config, engine, policy, checked.reward, watchdog, clock, checked.gold, environments),
+        workers=beside.workers,
         reward=checked.gold or checked.reward,
         gold_check=None if checked.gold is None else _gold_check(record.run_dir.path, trainer.version.number),
-        supervised=mixed.supervised,
-        teacher=mixed.teacher,
+        supervised=beside.supervised,
+        teacher=beside.teacher,
         model=policy.loaded.model,
         trainer=trainer,
         trainer_thread=trainer_thread,
@@ -420,9 +323,74 @@ def _connect(
     )
 
 
+def _build_run_engine(
+    config: RunConfig,
+    policy: Policy,
+    version: PolicyVersion,
+    carrier: StreamedWeights | CarriedWeights | None,
+    workers: Workers | None,
+    record: Record,
+    watchdog: Watchdog,
+    progress: Progress,
+) -> Engine:
+    """One engine, or several behind one."""
+    run_path = record.run_dir.path
+    if config.fleet is None:
+        return build_engine(config, policy, version, carrier, run_path / "engine.log")
+    return build_fleet(
+        config,
+        config.fleet,
+        policy,
+        version,
+        carrier,
+        workers=workers,
+        watchdog=watchdog,
+        run_path=run_path,
+        on_span=record.spans.add,
+        on_event=progress.note,
+    )
+
+
+def _build_canary(
+    checked: Checked,
+    policy: Policy,
+    engine: Engine,
+    trainer: PolicyTrainer | LeadingTrainer,
+    trainer_thread: DaemonThread,
+    bound: float,
+    carrier: StreamedWeights | CarriedWeights | None,
+) -> Canary:
+    """It compares with the trainer; engines of a fleet that join late are proved by it, too."""
+
+    async def score(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
+        return [t.tolist() for t in await trainer_thread.call(trainer.forward, samples)]
+
+    canary = Canary(
+        engine,
+        score,
+        _canary_prompt(checked, policy),
+        bound=bound,
+        trainer_checksums=lambda: _trainer_checksums(trainer, policy),
+        shares_weights=checked.config.engine.shares_weights and carrier is None,
+    )
+    if isinstance(engine, FleetEngine):
+        engine.catch_up_by(
+            TrainerCatchUp(
+                canary,
+                trainer,
+                lambda: _weights(trainer, policy, travelling=True),
+                trainer_thread.call,
+                frozen=lambda: _weights(trainer, policy, travelling=False),
+            )
+        )
+    return canary
+
+
 def _canary_prompt(checked: Checked, policy: Policy) -> Sequence[int]:
     """The first task's prompt, repeated or cut to the length that the engine's cache needs."""
-    num_tokens = NUM_CANARY_PROMPT_TOKENS[checked.config.engine.type]
+    engine = checked.config.engine
+    room = (engine.max_context or policy.loaded.max_context) - NUM_PROBE_TOKENS
+    num_tokens = min(NUM_CANARY_PROMPT_TOKENS[engine.type], room)
     prompt = policy.renderer.render(checked.splits.train[0].messages)
     return (prompt * num_tokens)[:num_tokens]
 
@@ -456,8 +424,13 @@ def _trainer_checksums(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) 
     return checksums(named_parameters(policy.loaded.model).items())
 
 
-def _weights(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) -> Mapping[str, Tensor]:
-    """Those that the trainer holds now, by name; its own storage where it is one process."""
-    if isinstance(trainer, LeadingTrainer):
+def _weights(trainer: PolicyTrainer | LeadingTrainer, policy: Policy, *, travelling: bool) -> Mapping[str, Tensor]:
+    """Those that the trainer holds now, by name, and that updates bring, or those that they do not (the frozen base of
+    an adapter); its own storage where it is one process."""
+    if isinstance(trainer, LeadingTrainer):  # without adapters: all of them travel
+        if not travelling:
+            return {}
         return {name: tensor.clone() for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
-    return named_parameters(policy.loaded.model)
+    is_adapter = policy.loaded.base is not None
+    named = named_parameters(policy.loaded.model).items()
+    return {name: tensor for name, tensor in named if (not is_adapter or adapter_travels(name)) == travelling}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loop_runs import small_data, write_toml
-from vllm_fixture import make_vllm, perturb, save_config, vllm_model, vllm_python
+from loop_runs import Process, assert_trained_once, books, write_toml
+from vllm_fixture import MODE, make_vllm, perturb, run_data, vllm_model, vllm_python
+from vllm_without_the_fix import patches
 
 from headrace.cli.main import main
 from headrace.config.schema import TrainerConfig
@@ -20,13 +22,12 @@ from headrace.config.vllm_python import VARIABLE
 from headrace.model.load import prepare_model
 from headrace.protocols import WeightUpdate
 from headrace.record.metrics import read_metrics
-from headrace.testing import SMALL_ALPHABET, tiny_tokenizer
+from headrace.testing import tiny_tokenizer
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import PolicyVersion, Sample
 from headrace.weights import checksums, named_parameters
 from headrace.weights.canary import Canary, CanaryResult, SyncError
 
-WITHOUT_THE_FIX = Path(__file__).with_name("vllm_without_the_fix.py")
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -34,27 +35,6 @@ EMBEDDING = "model.embed_tokens.weight"
 def there_is_vllm() -> None:
     """Skips before anything is opened."""
     vllm_python()
-
-
-def run_data(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
-    model = folder / "model"
-    if not model.exists():
-        tokenizer = tiny_tokenizer(SMALL_ALPHABET)
-        made = vllm_model(vocab_size=len(tokenizer), initializer_range=0.02, max_context=64)
-        made.save_pretrained(model)
-        save_config(made, model)
-        tokenizer.save_pretrained(model)
-    base: dict[str, Any] = {
-        "rewards": [{"type": f"{Path(__file__).with_name('vllm_reward.py')}:share_of_letters"}],
-        "engine": {"type": "vllm", "max_batch_size": 16, "kv_cache_bytes": 1 << 26, "num_threads": 1},
-        "trainer": {"num_batches": 8, "learning_rate": 2e-3, "schedule": {"type": "constant"}},
-        "checkpoint": {"every": 4},
-    }
-    for section, values in sections.items():
-        base[section] = {**base.get(section, {}), **values} if isinstance(values, dict) else values
-    data = small_data(folder, name, **base)
-    data["model"] = {"path": str(model)}
-    return data
 
 
 @pytest.mark.timeout(280)
@@ -70,13 +50,59 @@ def test_a_run_learns_and_every_sync_is_exact(
     metrics = list(read_metrics(tmp_path / "run"))
     assert len(metrics) == 8
     assert all(m["canary/max_gap"] < 1e-4 for m in metrics)
+    assert all(0 < m["engine/gap_p99"] < 1e-4 for m in metrics if m.get("engine/num_gap_tokens"))
     if max_staleness:
         assert max(m["staleness/max"] for m in metrics) == 1
+        in_flight = [m["engine/in_flight_gap_max"] for m in metrics if m.get("engine/num_in_flight_gap_tokens")]
+        assert in_flight and max(in_flight) > 1e-3, "replies that go on over old keys are of no policy, and that shows"
     else:
-        assert all(0 < m["policy/logprob_gap_max"] < 1e-4 for m in metrics)
+        assert all(m["engine/num_gap_tokens"] == m["train/num_tokens"] for m in metrics)
+        assert all(0 < m["engine/gap_max"] < 1e-4 for m in metrics)
+    assert "Engine against trainer" in (tmp_path / "run" / "report.html").read_text()
     rewards = [m["reward/mean"] for m in metrics]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05, rewards
     assert "LLM engine" in (tmp_path / "run" / "engine.log").read_text(errors="replace")
+
+
+@pytest.mark.timeout(200)
+def test_a_run_in_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights travel as bfloat16, bit for bit; the two then round differently, which the canary's band allows and the
+    metrics show."""
+    data = run_data(tmp_path, "run", trainer={"num_batches": 3})
+    data["model"]["dtype"] = "bfloat16"
+    assert main(["train", str(write_toml(tmp_path / "run.toml", data))]) == 0, capsys.readouterr().err
+    metrics = list(read_metrics(tmp_path / "run"))
+    assert len(metrics) == 3
+    assert all(1e-5 < m["engine/gap_max"] < 0.2 for m in metrics), [m["engine/gap_max"] for m in metrics]
+
+
+@pytest.mark.timeout(280)
+def test_kill_9_of_the_run_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """I11: the server ends with its run, whose log is complete; a resume goes on from the checkpoint, with every sync
+    exact, and the books hold."""
+    data = run_data(tmp_path, "run", checkpoint={"every": 2})
+    process = Process("train", str(write_toml(tmp_path / "run.toml", data)), log=tmp_path / "log")
+    run_dir = tmp_path / "run"
+    process.until(lambda: len(list(read_metrics(run_dir)) if run_dir.exists() else ()) >= 5, timeout_s=150.0)
+    children = children_of(process.pid)
+    process.kill()
+    process.wait()
+    deadline_s = time.monotonic() + 20.0
+    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()], "a server outlived its run"
+    assert main(["resume", str(run_dir)]) == 0, capsys.readouterr().err
+    metrics = list(read_metrics(run_dir))
+    assert [m["update"] for m in metrics] == list(range(1, 9)) and {m["lineage"] for m in metrics} == {0, 1}
+    assert all(m["canary/max_gap"] < 1e-4 and 0 < m["engine/gap_max"] < 1e-4 for m in metrics)
+    assert_trained_once(run_dir)
+    books(run_dir)
+
+
+def children_of(pid: int) -> list[int]:
+    """Of all its threads."""
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for children in found for child in children]
 
 
 def test_the_dry_run_shows_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +110,10 @@ def test_the_dry_run_shows_the_engine(tmp_path: Path, capsys: pytest.CaptureFixt
     python = vllm_python()
     assert main(["train", str(write_toml(tmp_path / "run.toml", run_data(tmp_path, "run"))), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert 'type = "vllm"' in out and f"a server in a process of its own ({python})" in out
+    where = (
+        f"a server in a process of its own ({python})" if MODE == "server" else "on a thread of the trainer's process"
+    )
+    assert 'type = "vllm"' in out and where in out
 
 
 class Sync:
@@ -143,7 +172,19 @@ def test_the_canary_agrees_after_every_sync(tmp_path: Path) -> None:
     with_sync(tmp_path, steps)
 
 
-def test_the_canary_finds_the_stale_head_by_its_log_probabilities(tmp_path: Path) -> None:
+def without_the_fix(monkeypatch: pytest.MonkeyPatch, *, look_at_modules: bool) -> dict[str, Any]:
+    """Options of ``make_vllm`` for a vLLM whose head stays stale."""
+    if MODE == "server":
+        name = "vllm_without_repacking.py" if look_at_modules else "vllm_without_the_fix.py"
+        return {"program": Path(__file__).with_name(name)}
+    for owner, name, instead in patches(look_at_modules=look_at_modules):
+        monkeypatch.setattr(owner, name, instead)
+    return {}
+
+
+def test_the_canary_finds_the_stale_head_by_its_log_probabilities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ENGINES.md, the silent bug: with the fix of the tied head switched off, and nothing looking at modules, vLLM
     takes the update, says so, and computes with the old head. The canary stops the run."""
 
@@ -154,10 +195,10 @@ def test_the_canary_finds_the_stale_head_by_its_log_probabilities(tmp_path: Path
         assert sync.engine.version == PolicyVersion(0, 1)
         assert sync.engine.weight_checksums() == checksums(named_parameters(sync.model).items())
 
-    with_sync(tmp_path, steps, program=WITHOUT_THE_FIX)
+    with_sync(tmp_path, steps, **without_the_fix(monkeypatch, look_at_modules=False))
 
 
-def test_the_stale_head_is_named_also_after_a_tiny_update(tmp_path: Path) -> None:
+def test_the_stale_head_is_named_also_after_a_tiny_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I6: with the fix off and the look at the modules on, an update too small for the band is found too, and named."""
 
     async def steps(sync: Sync) -> None:
@@ -168,9 +209,10 @@ def test_the_stale_head_is_named_also_after_a_tiny_update(tmp_path: Path) -> Non
         assert "allowed 1e-03" in str(caught.value)
         assert "lm_head computes with something else" in sync.engine.weight_checksums()[EMBEDDING]
 
-    with_sync(tmp_path, steps, program=WITHOUT_THE_FIX.with_name("vllm_without_repacking.py"))
+    with_sync(tmp_path, steps, **without_the_fix(monkeypatch, look_at_modules=True))
 
 
+@pytest.mark.skipif(MODE == "in_process", reason="of a server in another process")
 def test_a_run_without_vllm_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

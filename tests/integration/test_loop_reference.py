@@ -16,6 +16,7 @@ from headrace.checked import Policy, load_policy
 from headrace.config.schema import RunConfig
 from headrace.control.cursor import TaskCursor
 from headrace.control.samples import samples_from_episode
+from headrace.engine_wiring import build_engine
 from headrace.environments.runner import attempt_seed
 from headrace.environments.tasks import build_tasks
 from headrace.protocols import Engine
@@ -38,7 +39,6 @@ from headrace.types import (
     Trace,
     Turn,
 )
-from headrace.wiring import build_engine
 
 
 async def sequential(config: RunConfig) -> dict[str, torch.Tensor]:

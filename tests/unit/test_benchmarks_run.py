@@ -113,3 +113,27 @@ def test_gpu_check_tells_what_failed_and_what_was_skipped(model: Path, monkeypat
     late = benchmark.run(argparse.Namespace(model=str(model), device="cpu", limit_s=-1.0))
     assert "skipped" in late["loop"] and not late["passed"]
     assert "trainer" in sys.modules
+
+
+def test_weights_benchmark_measures_every_carrier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Issue 4: seconds and bytes for each, beside a memory copy of the same size; delta is at most 5 % of the bytes at
+    1 % changed, and whole where everything changed."""
+    benchmark = load_benchmark("weights", monkeypatch)
+    result = benchmark.run(
+        argparse.Namespace(
+            num_millions=6.0,
+            dtype="bfloat16",
+            changed=0.01,
+            rounds=2,
+            threads=1,
+            carriers=list(benchmark.CARRIERS),
+            folder=tmp_path,
+        )
+    )
+    assert result["memory_copy_s"] > 0 and result["num_bytes"] == 2 * result["num_parameters"] > 8e6
+    assert set(result["carriers"]) == set(benchmark.CARRIERS)
+    shares = {name: carrier["share_of_bytes"] for name, carrier in result["carriers"].items()}
+    assert 0.001 < shares.pop("delta") <= 0.05
+    assert all(1.0 <= share < 1.01 for share in shares.values())
+    assert all(c["total_s"] >= c["send_s"] >= 0 for c in result["carriers"].values())
+    assert list(tmp_path.iterdir()) == []

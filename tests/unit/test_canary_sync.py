@@ -92,10 +92,10 @@ class Forgetful(CopiedWeights):
     """Takes every tensor of an update but one."""
 
     def receive(self, update: WeightUpdate) -> None:
-        kept = self._parameters[VICTIM].clone()
+        kept = self.model.get_parameter(VICTIM).clone()
         super().receive(update)
         with torch.no_grad():
-            self._parameters[VICTIM].copy_(kept)
+            self.model.get_parameter(VICTIM).copy_(kept)
 
 
 @pytest.mark.parametrize("scale", [0.05, 1e-7])

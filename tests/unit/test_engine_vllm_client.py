@@ -17,9 +17,10 @@ from vllm_scripted_server import VOCAB, distribution
 
 from headrace.config.engines import VllmEngineConfig
 from headrace.engines import EngineError, RequestError
+from headrace.engines.semantics import SemanticsError
 from headrace.engines.vllm import client
 from headrace.engines.vllm.client import VllmEngine
-from headrace.engines.vllm.semantics import SemanticsError
+from headrace.engines.vllm.launch import backend_options, in_a_process
 from headrace.errors import HeadraceError
 from headrace.protocols import Engine, WeightUpdate
 from headrace.types import Generation, GenerationRequest, PolicyVersion, Sampling, VersionSpan
@@ -33,11 +34,16 @@ class Sender:
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        self.fd = self.file.fileno()
+        self.inherit = (self.file.fileno(),)
+        self.receiver = {"type": "scripted"}
         self.refuse = False
+        self.num_transfers = 0
 
     def send(self, update: WeightUpdate, base: PolicyVersion | None) -> dict[str, Any]:
         return {"version": update.version, "base": base, "refuse": self.refuse}
+
+    def transfer(self) -> None:
+        self.num_transfers += 1
 
     def close(self) -> None:
         self.file.close()
@@ -47,18 +53,24 @@ class UpdateRefused(HeadraceError):
     pass
 
 
-def make(fault: str = "well", **config: Any) -> VllmEngine:
+def make(fault: str = "well", python: str = sys.executable, **config: Any) -> VllmEngine:
+    engine, sender = VllmEngineConfig(**{"start_deadline_s": 20.0, **config}), Sender()
+    options = backend_options(engine, model=Path(fault), dtype="float32", vocab_size=VOCAB, max_context=64)
     return VllmEngine(
-        VllmEngineConfig(**{"start_deadline_s": 20.0, **config}),
-        Sender(),
+        engine,
+        sender,
         WeightUpdate(version=V0),
-        python=Path(sys.executable),
-        model=Path(fault),
-        dtype="float32",
+        in_a_process(
+            options,
+            python=Path(python),
+            weights=sender.receiver,
+            inherit=sender.inherit,
+            log_path=None,
+            program=SERVER,
+        ),
         vocab_size=VOCAB,
         decode=lambda ids: "".join(chr(97 + i) for i in ids),
         max_context=64,
-        program=SERVER,
         make_update_error=UpdateRefused,
     )
 
@@ -66,6 +78,10 @@ def make(fault: str = "well", **config: Any) -> VllmEngine:
 def asked(name: str = "r", seed: int = 0, **sampling: Any) -> GenerationRequest:
     declared = Sampling(**{"max_new_tokens": 8, **sampling})
     return GenerationRequest(id=name, prompt_ids=(1, 2, 3), sampling=declared, seed=seed)
+
+
+def checksums_of(version: PolicyVersion) -> dict[str, str]:
+    return {"w": f"checksum of {version}", "frozen": "never changes"}
 
 
 def run(steps: Callable[[VllmEngine], Awaitable[Any]], fault: str = "well", **config: Any) -> Any:
@@ -107,7 +123,7 @@ def test_replies_have_ids_logprobs_kept_ids_and_versions() -> None:
         stats = engine.stats()
         assert stats.num_generated_tokens >= sum(len(r.ids) for r in replies) and not stats.num_running
         assert await engine.healthy()
-        assert engine.weight_checksums() == {"w": f"checksum of {V0}"}
+        assert engine.weight_checksums() == checksums_of(V0)
 
     run(steps, max_batch_size=2)
 
@@ -171,7 +187,7 @@ def test_versions_change_between_two_tokens() -> None:
             await engine.update_weights(WeightUpdate(version=V1))
         await engine.pause("keep")
         await engine.update_weights(WeightUpdate(version=V1))
-        assert engine.version == V1 and engine.weight_checksums() == {"w": f"checksum of {V1}"}
+        assert engine.version == V1 and engine.weight_checksums() == checksums_of(V1)
         num_before = len(engine._by_handle[engine._by_id["long"]].ids)
         late = asyncio.create_task(engine.generate(asked("late", 1)))
         (proof,) = await engine.probe([asked("probe")])
@@ -213,7 +229,7 @@ def test_older_and_refused_updates_change_nothing() -> None:
         await engine.pause("keep")
         for _ in range(2):
             await engine.update_weights(WeightUpdate(version=V2))
-            assert engine.version == V2 and engine.weight_checksums() == {"w": f"checksum of {V2}"}
+            assert engine.version == V2 and engine.weight_checksums() == checksums_of(V2)
         with pytest.raises(UpdateRefused, match=r"weights 0\.1 are older than the engine's 0\.2"):
             await engine.update_weights(WeightUpdate(version=V1))
         engine._sender.refuse = True
@@ -246,7 +262,7 @@ def test_a_module_that_serves_old_weights_shows_in_the_checksums() -> None:
 
     async def steps(engine: VllmEngine) -> None:
         await engine.start()
-        assert engine.weight_checksums() == {"w": f"checksum of {V0}", "stale": "not served"}
+        assert engine.weight_checksums() == checksums_of(V0) | {"stale": "not served"}
 
     run(steps, "stale")
 
@@ -405,8 +421,7 @@ def test_no_server_outlives_its_client() -> None:
 
 def test_a_python_that_is_not_there() -> None:
     async def main() -> None:
-        engine = make()
-        engine._command[0] = "/nowhere/python"
+        engine = make(python="/nowhere/python")
         with pytest.raises(EngineError, match="could not be started: /nowhere/python: No such file"):
             await engine.start()
         await engine.close()

@@ -203,6 +203,34 @@ def test_wrong_behaviour_logprobs_show() -> None:
     assert metrics["ratio_outside_share"] == 1.0
 
 
+def test_the_engines_gap_is_of_the_weights_that_sampled() -> None:
+    """Issue 4: over all tokens that the batch's own version sampled, apart for replies that began under an older one
+    (F76: their keys are old); tokens of other versions are about another policy and are left out."""
+    trainer = make_trainer()
+    scored = trainer.forward(SAMPLES)
+    kinds = [(trainer.version, 1), (trainer.version, 1), (trainer.version, 2), (PolicyVersion(0, 7), 1)]
+    shifts = [0.0, 0.01, 0.3, 5.0]
+    samples = tuple(
+        replace(
+            sample,
+            behaviour_logprobs=tuple((lp - shift * torch.tensor(sample.mask)).tolist()),
+            versions=tuple(version if trained else None for trained in sample.mask),
+            num_versions=num_versions,
+        )
+        for sample, lp, shift, (version, num_versions) in zip(SAMPLES, scored, shifts, kinds, strict=True)
+    )
+    metrics = trainer.forward_backward(minibatch_of(samples), Reinforce(ADVANTAGES))
+    assert metrics["engine/gap_p99"] == metrics["engine/gap_max"] == pytest.approx(0.01, rel=1e-3)
+    assert metrics["engine/in_flight_gap_p99"] == pytest.approx(0.3, rel=1e-3)
+    counts = [metrics[f"engine/num_{name}_tokens"] for name in ("gap", "in_flight_gap")]
+    assert counts == [sum(s.num_trained for s in SAMPLES[:2]), SAMPLES[2].num_trained]
+    assert metrics["logprob_gap_max"] == pytest.approx(5.0, rel=1e-3)
+    trainer.optim_step()  # now the current policy has moved; the proximal one still is the version that sampled
+    later = trainer.forward_backward(replace(minibatch_of(samples), proximal_logprobs=scored), Reinforce(ADVANTAGES))
+    assert later["engine/gap_max"] == pytest.approx(0.01, rel=1e-3)
+    assert "engine/gap_max" not in trainer.forward_backward(minibatch_of(samples), Reinforce(ADVANTAGES))
+
+
 def test_nan_behind_the_mask_changes_nothing() -> None:
     """F58, F59: NaN and overflowing log-probabilities at mask 0 reach neither loss nor metric."""
     clean, dirty = make_trainer(), make_trainer()

@@ -169,7 +169,9 @@ def test_a_full_disk_is_one_clear_error(ends: Ends, monkeypatch: pytest.MonkeyPa
 
 def test_an_update_without_tensors_is_refused(ends: Ends) -> None:
     """I20: an engine in another process cannot share storage."""
-    with pytest.raises(WeightUpdateError, match="came without tensors, but this engine runs in another process"):
+    with pytest.raises(
+        WeightUpdateError, match="came without tensors, but this engine does not share the trainer's storage"
+    ):
         ends.sender.send(WeightUpdate(version=V1), None)
 
 
@@ -182,3 +184,13 @@ def test_the_memory_has_no_name_and_ends_with_its_owner() -> None:
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_released_memory_is_given_back_and_can_be_used_again(ends: Ends) -> None:
+    """Weights that travel once (those under an adapter) do not stay in memory twice."""
+    ends.pass_on(V0, tensors())
+    assert os.fstat(ends.sender.fd).st_size > 0
+    ends.sender.release()
+    assert os.fstat(ends.sender.fd).st_size == 0 and ends.sender.latest() is None
+    ends.pass_on(V1, tensors(1))
+    assert ends.receiver.version == V1

@@ -42,17 +42,24 @@ def test_takes_every_bucket_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("change", "word", "is_broken"),
     [
-        (lambda b: b[:-1], "model.norm.weight is missing"),
-        (lambda b: [*b, {"other": torch.zeros(1)}], "other .* does not fit"),
-        (lambda b: [{"model.norm.weight": torch.zeros(3)}, *b[:-1]], "does not fit"),
-        (lambda b: [{n: t.double() for n, t in bucket.items()} for bucket in b], "does not fit"),
+        (lambda b: b[:-1], "model.norm.weight is missing", True),
+        (lambda b: [*b, {"other": torch.zeros(1)}], "other is not a parameter of the engine's model", True),
+        (
+            lambda b: [{"model.norm.weight": torch.zeros(3)}, *b[:-1]],
+            r"model.norm.weight is torch.float32 \(3,\)",
+            False,
+        ),
+        (lambda b: [{n: t.double() for n, t in bucket.items()} for bucket in b], "is torch.float64", False),
     ],
+    ids=["missing", "unknown", "shape", "dtype"],
 )
-def test_what_does_not_fit_is_an_error_after_the_last_bucket(change, word) -> None:  # type: ignore[no-untyped-def]
-    """All buckets are taken even so: the other processes make them together with this one."""
+def test_what_does_not_fit_is_an_error_after_the_last_bucket(change, word, is_broken) -> None:  # type: ignore[no-untyped-def]
+    """All buckets are taken even so: the other processes make them together with this one. Where something was written
+    by then, the weights are of no version, and say so until a complete update (issue 4); else nothing was changed."""
     own, taken = carrier(), []
+    before = own.checksums()
     changed = change(buckets_of())
 
     def buckets() -> Iterator[Bucket]:
@@ -63,6 +70,23 @@ def test_what_does_not_fit_is_an_error_after_the_last_bucket(change, word) -> No
     with pytest.raises(WeightUpdateError, match=word):
         own.receive(WeightUpdate(version=V1, buckets=buckets))
     assert len(taken) == len(changed) and own.version == V0
+    assert bool(own.broken) == is_broken == (own.checksums() != before)
+    own.receive(update(buckets_of()))
+    assert own.version == V1 and not own.broken
+
+
+def test_a_stream_that_breaks_off_leaves_weights_of_no_version() -> None:
+    """Issue 4: the error of the stream is what is raised; ``broken`` says what it means."""
+    own = carrier()
+
+    def buckets() -> Iterator[Bucket]:
+        yield buckets_of()[0]
+        raise RuntimeError("a peer is gone")
+
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        own.receive(WeightUpdate(version=V1, buckets=buckets))
+    assert "weights 0.1 arrived in part, 1 of their tensors were written" in own.broken
+    assert "RuntimeError: a peer is gone" in own.broken and own.version == V0
 
 
 def test_refuses_older_versions_and_updates_without_buckets() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.config.carriers import CarrierConfig, DeltaCarrierConfig, FileCarrierConfig
 from headrace.config.critic import CriticConfig
 from headrace.config.dump import dump_toml
-from headrace.config.engines import VllmEngineConfig
+from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from headrace.config.load import resolved
 from headrace.config.schema import GoldConfig, RunConfig
-from headrace.config.vllm_python import find_python
+from headrace.config.vllm_python import check_this_python, find_python
 from headrace.environments.preferences import Conversation, Rows, read_supervised
 from headrace.environments.tasks import TaskSplits, build_tasks
 from headrace.errors import HeadraceError
@@ -100,13 +101,31 @@ def _critic(critic: CriticConfig) -> str:
 
 
 def _engine(config: RunConfig) -> str:
-    if not isinstance(config.engine, VllmEngineConfig):
-        return f"{config.engine.type}, in the trainer's process, {config.engine.weights} weights"
+    engine = config.engine
+    if isinstance(engine, TransformersEngineConfig):
+        return f"{engine.type}, in the trainer's process, {engine.weights} weights{_carrier(config, engine.carrier)}"
+    if isinstance(engine, SglangEngineConfig):
+        folder = engine.weights_path or config.run_dir / "weights"
+        servers = ", ".join(engine.urls)
+        return f"sglang, the server at {servers} (not asked now); weights travel through the folder {folder}"
+    if not isinstance(engine, VllmEngineConfig):
+        return f"{engine.type}, the server at {engine.url}: for headrace eval only"
     try:
-        python = find_python(config.engine.python)
+        if engine.mode == "in_process":
+            check_this_python()
+            return "vllm, on a thread of the trainer's process; weights are handed over through shared memory"
+        python = find_python(engine.python)
     except HeadraceError as error:
         return f"MISSING: {error}"
-    return f"vllm, a server in a process of its own ({python}); weights travel through shared memory"
+    how = _carrier(config, engine.carrier)
+    return f"vllm, a server in a process of its own ({python}); weights travel{how or ' by shared memory'}"
+
+
+def _carrier(config: RunConfig, carrier: CarrierConfig) -> str:
+    """How weights travel, where the configuration says."""
+    if isinstance(carrier, FileCarrierConfig | DeltaCarrierConfig):
+        return f" by {carrier.type}, in {carrier.path or config.run_dir / 'weights'}"
+    return "" if carrier.type == "memory" else f" by {carrier.type} ({carrier.backend})"
 
 
 def _evaluation(config: RunConfig, num_held_out: int) -> str:

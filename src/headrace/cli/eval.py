@@ -16,7 +16,8 @@ _DESCRIPTION = """\
 Examples:
   headrace eval runs/demo                              the run's last checkpoint on the run's held-out tasks
   headrace eval runs/demo --against smollm2-135m       compared, task by task, with the model it started from
-  headrace eval smollm2-135m --tasks run.toml          a model on the tasks and rewards that a run's file names"""
+  headrace eval smollm2-135m --tasks run.toml          a model on the tasks and rewards that a run's file names
+  headrace eval gpt-x --tasks served.toml              one that a server has, where engine.type is "openai" there"""
 
 
 def add_parser(subparsers: Subparsers) -> None:

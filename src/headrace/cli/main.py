@@ -14,7 +14,7 @@ from pathlib import Path
 import headrace
 from headrace.cli import eval as eval_command
 from headrace.cli import inspect as inspect_command
-from headrace.cli import model, offline, plan, reward, simulate, train
+from headrace.cli import launch, model, offline, plan, preflight, reward, simulate, train
 from headrace.cli.common import INTERRUPTED, split_overrides
 from headrace.errors import HeadraceError
 
@@ -36,6 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     train.add_parsers(subparsers)
     plan.add_parser(subparsers)
+    preflight.add_parser(subparsers)
+    launch.add_parser(subparsers)
     offline.add_parsers(subparsers)
     eval_command.add_parser(subparsers)
     inspect_command.add_parsers(subparsers)

@@ -27,7 +27,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, PartLost
 
 Message = dict[str, Any]
 Send = Callable[[Message], None]
@@ -39,7 +39,7 @@ MAX_RESEND_S = 30.0
 """Between two sendings of one call; they begin close together and double."""
 
 
-class ActorDied(HeadraceError):
+class ActorDied(PartLost):
     """The actor is gone: its process ended, or another incarnation has its place. What it was doing is lost."""
 
 

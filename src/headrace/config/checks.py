@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headrace.config.base import Section
+from headrace.config.cluster_checks import cluster_problems
 from headrace.config.critic import SharedCriticConfig
-from headrace.config.engines import TransformersEngineConfig, VllmEngineConfig
+from headrace.config.engine_checks import NO_TRAINING, engine_problems
+from headrace.config.engines import OpenAiEngineConfig, TransformersEngineConfig
 from headrace.config.fleet_checks import fleet_problems
 from headrace.config.load import config_error
 from headrace.config.schema import (
@@ -48,15 +50,20 @@ def check_config(
     *,
     engine_capabilities: EngineCapabilities | None = None,
     algorithm: AlgorithmTraits | None = None,
+    trains: bool = True,
 ) -> None:
     """Refuse options without effect and contradictions.
 
-    Checks that need to know the engine or the algorithm are left out where these are None.
+    Checks that need to know the engine or the algorithm are left out where these are None. ``trains``: False where
+    the configuration is evaluated only, whether or not its training would be.
 
     Raises:
         ConfigError: one sentence for each problem, naming the dotted key, its value and what to do.
     """
-    problems = [*model_problems(config.model), *(problem for check in _CHECKS for problem in check(config))]
+    checks = _CHECKS if trains else [check for check in _CHECKS if check not in (_evaluation, _gold)]
+    problems = [*model_problems(config.model), *(problem for check in checks for problem in check(config))]
+    if trains and isinstance(config.engine, OpenAiEngineConfig):
+        problems.append(NO_TRAINING)
     if algorithm is None or algorithm.ratio_is_one:
         problems += _one_step(config)
     if algorithm is not None:
@@ -94,8 +101,9 @@ def _synchronous(config: RunConfig) -> Iterator[str]:
     why = "rollout.max_staleness is 0, so weights never change while requests run"
     for name in _set(config.engine, "kv_policy"):
         yield f"engine.{name} has no effect: {why}; remove it or raise rollout.max_staleness"
-    is_alone = config.fleet is None
-    if isinstance(config.engine, TransformersEngineConfig) and config.engine.weights == "copy" and is_alone:
+    engine, is_alone = config.engine, config.fleet is None
+    copies = isinstance(engine, TransformersEngineConfig) and engine.weights == "copy"
+    if copies and is_alone and isinstance(engine, TransformersEngineConfig) and engine.carrier.type == "memory":
         yield f'engine.weights = "copy" has no effect but memory: {why}; use "shared" or raise rollout.max_staleness'
 
 
@@ -147,23 +155,6 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield 'sampling.stop_strings holds "", which would end every reply at once; remove it'
     if engine.max_context is not None and sampling.max_new_tokens >= engine.max_context:
         yield _no_room("engine.max_context", engine.max_context, sampling.max_new_tokens)
-
-
-def _vllm(config: RunConfig) -> Iterator[str]:
-    if not isinstance(config.engine, VllmEngineConfig):
-        return
-    if config.model.lora is not None:
-        yield (
-            'engine.type = "vllm" with model.lora: adapters do not travel to vLLM yet; train all weights (remove '
-            'model.lora), or use engine.type = "transformers"'
-        )
-    if config.sampling.temperature > 2:
-        yield f"sampling.temperature = {config.sampling.temperature}: vLLM takes 2 at most; lower it"
-    if config.sampling.top_p < 1 and not config.sampling.top_k:
-        yield (
-            f"sampling.top_p = {config.sampling.top_p} without sampling.top_k: vLLM tells the kept ids, which the "
-            "trainer scores with, of a bounded number only; set sampling.top_k too (1000, say)"
-        )
 
 
 def _truncation(config: RunConfig) -> str:
@@ -418,7 +409,7 @@ _CHECKS = (
     _synchronous,
     _groups,
     _sampling,
-    _vllm,
+    engine_problems,
     fleet_problems,
     _tasks,
     _training,
@@ -430,6 +421,7 @@ _CHECKS = (
     _gold,
     _monitor,
     _parallel,
+    cluster_problems,
 )
 
 

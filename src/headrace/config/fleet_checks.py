@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.config.base import Section
+from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig
 from headrace.config.schema import RunConfig
 
 
@@ -17,6 +18,16 @@ def fleet_problems(config: RunConfig) -> Iterator[str]:
         yield (
             '[fleet] with engine.weights = "shared": engines that share the trainer\'s storage cannot be told apart, '
             'started again or be at two versions; set engine.weights = "copy"'
+        )
+    engine = config.engine
+    if isinstance(engine, TransformersEngineConfig) and engine.carrier.type != "memory":
+        yield (
+            "engine.carrier has no effect: embedded engines of a fleet copy the trainer's weights in memory; remove it"
+        )
+    if isinstance(engine, SglangEngineConfig) and len(engine.urls) < fleet.num_engines:
+        yield (
+            f"fleet.num_engines = {fleet.num_engines}, but engine.urls names {len(engine.urls)} servers; name one for "
+            "each engine"
         )
     if fleet.num_engines == 1:
         for name in _set(fleet, "routing", "max_imbalance"):

@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from headrace.config.base import LoraConfig, OptimizerSection, Section
+from headrace.config.cluster import ClusterConfig, InProcessCluster
 from headrace.config.critic import CriticConfig
 from headrace.config.engines import EngineConfig, TransformersEngineConfig
 from headrace.config.fleet import FleetConfig
+from headrace.config.launch import LaunchConfig
 from headrace.config.teacher import TeacherConfig
 
 # -------------------------------------------------------------------------------------------------- model
@@ -448,12 +450,15 @@ class RunConfig(Section):
     critic: CriticConfig | None = None
     """For algorithms whose advantages need values (PPO with GAE); absent: no critic."""
     parallel: ParallelConfig = ParallelConfig()
+    cluster: ClusterConfig = InProcessCluster()
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guards: GuardsConfig = GuardsConfig()
     waits: WaitsConfig = WaitsConfig()
     monitor: MonitorConfig = MonitorConfig()
+    launch: LaunchConfig | None = None
+    """For ``headrace launch`` only."""
 
     @property
     def run_dir(self) -> Path:

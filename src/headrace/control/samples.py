@@ -17,6 +17,7 @@ def checked_samples(groups: Sequence[Group], temperature: float, current_version
     samples: list[Sample] = []
     for group in groups:
         for episode in group.scored:
+            _check_has_trace(episode)
             own = samples_from_episode(episode, f"group-{group.id}", temperature)
             check_trained_once(own, episode)
             for sample in own:
@@ -24,6 +25,17 @@ def checked_samples(groups: Sequence[Group], temperature: float, current_version
             samples += own
     check_prefixes(samples)
     return samples
+
+
+def _check_has_trace(episode: Episode) -> None:
+    """A reply of an engine of text is known by no ids: it would train nothing and still count in its group."""
+    if episode.turns and not any(segment.source is Source.POLICY for segment in episode.trace.segments):
+        raise GuardError(
+            "I2",
+            f"episode {episode.key}",
+            f"it has {len(episode.turns)} turns and no sampled ids: an engine of text played it",
+            "such episodes can be evaluated, never trained; use an engine that returns ids and log-probabilities",
+        )
 
 
 def samples_from_episode(episode: Episode, group_prefix_key: str, temperature: float) -> list[Sample]:

@@ -53,13 +53,23 @@ class WeightCarrier(Protocol):
     @property
     def version(self) -> PolicyVersion: ...
 
+    @property
+    def broken(self) -> str:
+        """Why the weights are of no version, so that nothing may be served by them; empty where they are of one."""
+        ...
+
     def receive(self, update: WeightUpdate) -> None:
-        """Switch to the update's weights and version: all of them, or none and a ``HeadraceError``."""
+        """Switch to the update's weights and version: all of them, or none and a ``HeadraceError``. Where an update
+        could be taken in part only, ``broken`` says so until a complete one came."""
         ...
 
     def checksums(self) -> dict[str, str]: ...
 
     def shares_storage_with(self, model: nn.Module) -> bool: ...
+
+    def close(self) -> None:
+        """Let go of what it came by; what was received stays."""
+        ...
 
 
 class TransformersEngine:
@@ -184,7 +194,7 @@ class TransformersEngine:
         await self._quiet()
 
     async def resume(self) -> None:
-        self._check_alive()
+        self._check_serves()
         self._check_weights()
         self._paused = False
         self._wake()
@@ -228,7 +238,8 @@ class TransformersEngine:
         return self._residence.num_bytes() + self._lane.store.num_bytes() + kept
 
     async def healthy(self) -> bool:
-        return self._failure is None and not self._is_closed and self._thread.is_alive
+        alive = self._failure is None and not self._is_closed and self._thread.is_alive
+        return alive and not self._carrier.broken
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -258,11 +269,12 @@ class TransformersEngine:
         if self._driver is not None:
             self._driver.cancel()
         self._thread.stop()
+        self._carrier.close()
 
     # -------------------------------------------------------------------------------------------- driver
 
     def _submit(self, request: GenerationRequest, lane: Lane) -> Running:
-        self._check_alive()
+        self._check_serves()
         check_request(request, self._vocab_size, self._max_context, has_decode=self._decode is not None)
         if request.id in self._by_id:
             raise RequestError(f"request {request.id} is already in flight; ids must be unique")
@@ -406,6 +418,11 @@ class TransformersEngine:
             raise EngineError("the engine is closed")
         if self._failure is not None:
             raise EngineError(f"the engine failed earlier: {_described(self._failure)}") from self._failure
+
+    def _check_serves(self) -> None:
+        self._check_alive()
+        if self._carrier.broken:
+            raise EngineError(self._carrier.broken)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

@@ -15,10 +15,10 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
-from headrace.protocols import Clock, Engine, Environment, Renderer
+from headrace.protocols import ChatEngine, ChatRequest, Clock, Engine, Environment, Renderer
 from headrace.types import (
     AttemptKey,
     Episode,
@@ -57,8 +57,9 @@ class EpisodeRunner:
         episode = await runner.run(AttemptKey(0, 3), task, sampling=Sampling(max_new_tokens=12))
     """
 
-    engine: Engine
-    renderer: Renderer
+    engine: Engine | ChatEngine
+    renderer: Renderer | None
+    """None with an engine of text: messages go to it as they are, and the trace stays empty."""
     make_environment: Callable[[Task], Environment]
     watchdog: Watchdog
     clock: Clock
@@ -69,10 +70,10 @@ class EpisodeRunner:
     _stopping: dict[Sampling, Sampling] = field(default_factory=dict, init=False)
 
     def stopping(self, sampling: Sampling) -> Sampling:
-        """With the renderer's stop ids. A run has two or three samplings and very many episodes."""
+        """With the renderer's stop ids, where there is one. A run has two or three samplings and very many episodes."""
         if sampling not in self._stopping:
-            stop_ids = tuple({*sampling.stop_ids, *self.renderer.stop_ids})
-            self._stopping[sampling] = replace(sampling, stop_ids=stop_ids)
+            own_stops = () if self.renderer is None else self.renderer.stop_ids
+            self._stopping[sampling] = replace(sampling, stop_ids=tuple({*sampling.stop_ids, *own_stops}))
         return self._stopping[sampling]
 
     async def run(
@@ -173,7 +174,9 @@ class _Play:
                 return self._last_outcome(), None
             if runner.clock() - started_s > runner.episode_deadline_s:
                 return Outcome.TIMEOUT, f"the episode outlasted rollout.episode_deadline_s at turn {turn}"
-            reply, generation_s, finish_reason = await self._generate(turn)
+            before_s = runner.clock()
+            reply, finish_reason = await (self._chat(turn) if runner.renderer is None else self._generate(turn))
+            generation_s = runner.clock() - before_s
             self.history.append({"role": "assistant", "content": reply})
             before_s = runner.clock()
             observation = await self._environment_call("step", environment.step(reply))
@@ -192,10 +195,25 @@ class _Play:
         truncated = bool(self.turns) and self.turns[-1].finish_reason == "length"
         return Outcome.TRUNCATED if truncated else Outcome.DONE
 
-    async def _generate(self, turn: int) -> tuple[str, float, FinishReason]:
-        runner = self.runner
-        self._render_prompt(turn)
-        max_context = runner.engine.capabilities.max_context
+    async def _chat(self, turn: int) -> tuple[str, FinishReason]:
+        """Of an engine of text. Giving up is hanging up: there is nothing to abort."""
+        engine = cast(ChatEngine, self.runner.engine)
+        request = ChatRequest(
+            id=f"{self.stream}-{self.key}t{turn}",
+            messages=tuple(self.history),
+            sampling=self.sampling,
+            seed=attempt_seed(self.runner.run_seed, self.key, turn, self.stream),
+        )
+        reply = await self._engine_call(engine.chat(request), turn)
+        if reply.finish_reason == "abort":
+            raise _EpisodeEnd(Outcome.CANCELLED, f"the engine aborted turn {turn}")
+        return reply.text, reply.finish_reason
+
+    async def _generate(self, turn: int) -> tuple[str, FinishReason]:
+        runner, engine = self.runner, cast(Engine, self.runner.engine)
+        assert runner.renderer is not None, "without a renderer the engine is one of text"
+        self._render_prompt(turn, runner.renderer)
+        max_context = engine.capabilities.max_context
         if max_context and len(self._leaf_ids) + self.sampling.max_new_tokens > max_context:
             raise _EpisodeEnd(
                 Outcome.CONTEXT_LIMIT,
@@ -210,24 +228,7 @@ class _Play:
             prefix_key=f"{self.stream}-{self.key.group}-{turn}",
             version=self.version,
         )
-        before_s = runner.clock()
-        try:
-            generation = await await_with_deadline(
-                runner.engine.generate(request),
-                watchdog=runner.watchdog,
-                waiter=f"episode {self.key}",
-                on="engine",
-                what=f"generation of turn {turn}",
-                deadline_s=runner.generation_deadline_s,
-            )
-        except DeadlineError as error:
-            await self._clean_up("engine", "abort", runner.engine.abort(request.id))
-            raise _EpisodeEnd(Outcome.TIMEOUT, str(error)) from error
-        except asyncio.CancelledError:
-            await self._clean_up("engine", "abort", runner.engine.abort(request.id))
-            raise
-        except Exception as error:
-            raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, f"engine: {type(error).__name__}: {error}") from error
+        generation = await self._engine_call(engine.generate(request), turn, lambda: engine.abort(request.id))
         if generation.request_id != request.id:
             message = f"engine: it answered request {generation.request_id} where {request.id} was asked (D12)"
             raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, message)
@@ -244,12 +245,37 @@ class _Play:
                 routing=generation.routing,
             )
         )
-        return runner.renderer.decode(generation.ids), runner.clock() - before_s, generation.finish_reason
+        return runner.renderer.decode(generation.ids), generation.finish_reason
 
-    def _render_prompt(self, turn: int) -> None:
+    async def _engine_call(
+        self, call: Awaitable[T], turn: int, abort: Callable[[], Awaitable[None]] | None = None
+    ) -> T:
+        """``abort``: tells the engine that nobody waits any more."""
+        runner = self.runner
+        try:
+            return await await_with_deadline(
+                call,
+                watchdog=runner.watchdog,
+                waiter=f"episode {self.key}",
+                on="engine",
+                what=f"generation of turn {turn}",
+                deadline_s=runner.generation_deadline_s,
+            )
+        except DeadlineError as error:
+            if abort is not None:
+                await self._clean_up("engine", "abort", abort())
+            raise _EpisodeEnd(Outcome.TIMEOUT, str(error)) from error
+        except asyncio.CancelledError:
+            if abort is not None:
+                await self._clean_up("engine", "abort", abort())
+            raise
+        except Exception as error:
+            raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, f"engine: {type(error).__name__}: {error}") from error
+
+    def _render_prompt(self, turn: int, renderer: Renderer) -> None:
         """Extend the trace by what stands before the next reply; a rewritten prefix starts a new branch (I1)."""
         try:
-            rendered = self.runner.renderer.render(self.history)
+            rendered = renderer.render(self.history)
         except Exception as error:  # prompts were checked at start: it is what the environment said
             raise _EpisodeEnd(
                 Outcome.ENVIRONMENT_ERROR, self._environment_error(f"rendering turn {turn}", error)

@@ -90,6 +90,10 @@ def _cards(run: RunData) -> str:
         cards.append(
             _card("Training reward", f"{first:.3f} &rarr; {last:.3f}", f"last batch {shown(reward_text(rewards[-1]))}")
         )
+    gaps = run.series("engine/gap_p99")[1]
+    if gaps:
+        note = f"nats, the largest 99th percentile of {len(gaps)} batches"
+        cards.append(_card("Engine against trainer", f"{max(gaps):.1e}", note))
     done, planned = max((batch_of(line) for line in run.lines), default=0), run.setting("trainer", "num_batches")
     cards.append(_card("Batches", f"{done}" + (f" of {planned}" if planned else ""), _timing(run)))
     if run.statuses:

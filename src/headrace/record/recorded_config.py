@@ -13,8 +13,10 @@ from headrace.errors import ConfigError
 from headrace.record.redact import REDACTED
 from headrace.record.run_dir import read_run_info
 
-_MAY_CHANGE = ("trainer.num_batches", "evaluation.", "checkpoint.", "guards.", "waits.", "monitor.", "parallel.")
-"""What a resumed run may do otherwise. Anything else would make it another run under the old one's name."""
+_MAY_CHANGE: tuple[str, ...] = ("trainer.num_batches", "evaluation.", "checkpoint.", "guards.", "waits.", "monitor.")
+_MAY_CHANGE += ("parallel.", "cluster.", "engine.urls", "engine.weights_path")
+"""What a resumed run may do otherwise: how long, how watched, and where its parts run. Anything else would make it
+another run under the old one's name."""
 
 
 def recorded_config(run_dir: Path, overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:

@@ -17,7 +17,6 @@ cannot break the protocol, and it finds nothing to read.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -27,18 +26,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from headrace.child_process import die_with_parent
 from headrace.rewards.judges import Judge, load_judge
 from headrace.types import ErrorClass, Score, ScoreError, ScoreResult
 
-EXIT_PARENT_GONE = 3
 _MAX_MESSAGE_CHARS = 600
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     requests, answers = _private_pipes()
     setup = json.loads(requests.readline())
-    _die_with_parent(setup["parent_pid"])
+    die_with_parent(setup["parent_pid"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     judge: Judge | None = None
@@ -79,15 +77,6 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(null)
     os.dup2(2, 1)
     return requests, answers
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent dies, even by kill -9. Elsewhere, a worker ends at the end of
-    its input, once it is done with what it does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent_pid:  # it died before the call
-            os._exit(EXIT_PARENT_GONE)
 
 
 @contextlib.contextmanager

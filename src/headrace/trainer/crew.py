@@ -18,10 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +30,7 @@ from headrace.algorithms.fields import Minibatch
 from headrace.child_process import child_environment, how_it_ended
 from headrace.config.load import resolved
 from headrace.config.schema import RunConfig
-from headrace.errors import HeadraceError
+from headrace.errors import PartLost
 from headrace.model.parallel.mesh import join_processes
 from headrace.protocols import Algorithm, WeightUpdate
 from headrace.trainer.distributed import ParallelTrainer
@@ -45,14 +45,34 @@ _LESS_MEMORY = "trainer.max_microbatch_tokens, or raise an axis of [parallel]"
 _INHERITED = ("HEADRACE_HOME", "HF_HOME", "HF_HUB_OFFLINE")
 
 
-class FollowerDied(HeadraceError):
+class FollowerDied(PartLost):
     """Another process of the run ended, so that its leader cannot go on; the message says how it ended."""
+
+
+class Crew(Protocol):
+    """The other processes of a run, wherever they are."""
+
+    @property
+    def address(self) -> str:
+        """Where all of them meet."""
+        ...
+
+    def explained(self) -> AbstractContextManager[None]:
+        """What fails inside because one of them ended raises FollowerDied, which says how."""
+        ...
+
+    def ends(self) -> list[str]:
+        """How those ended that have ended."""
+        ...
+
+    def stop(self) -> None: ...
 
 
 class Followers:
     """The other processes of a run on this machine. Started before the leader joins the group."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, module: str = "headrace.follower") -> None:
+        """``module``: what each of them runs, with the specification's file and its rank as arguments."""
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-")
         address = f"file://{self._folder.name}/rendezvous"
         spec = Path(self._folder.name) / "spec.json"
@@ -64,7 +84,7 @@ class Followers:
         environment = child_environment({name: os.environ[name] for name in names if name in os.environ})
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "headrace.follower", str(spec), str(rank)],
+                [sys.executable, "-m", module, str(spec), str(rank)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
             )
@@ -78,15 +98,15 @@ class Followers:
         try:
             yield
         except RuntimeError as error:
-            if ends := self._ends():
+            end_s = time.monotonic() + END_GRACE_S
+            while not (ends := self.ends()) and time.monotonic() < end_s:
+                time.sleep(0.05)
+            if ends:
                 raise FollowerDied(f"{'; '.join(ends)}. The leader saw: {error}") from error
             raise
 
-    def _ends(self) -> list[str]:
-        """How those ended that have ended, or do so within END_GRACE_S."""
-        end_s = time.monotonic() + END_GRACE_S
-        while not any(process.poll() is not None for process in self._processes) and time.monotonic() < end_s:
-            time.sleep(0.05)
+    def ends(self) -> list[str]:
+        """How those ended that have ended."""
         return [
             f"process {rank} of the run {how_it_ended(process.returncode, lower=_LESS_MEMORY)}"
             for rank, process in enumerate(self._processes, start=1)
@@ -123,7 +143,7 @@ def join_run(config: RunConfig, rank: int, address: str) -> dist.ProcessGroup:
 class LeadingTrainer:
     """Implements ``protocols.Trainer`` for the loop: tells the followers, then does it itself."""
 
-    def __init__(self, own: ParallelTrainer, verbs: dist.ProcessGroup, followers: Followers) -> None:
+    def __init__(self, own: ParallelTrainer, verbs: dist.ProcessGroup, followers: Crew) -> None:
         self._own = own
         self._verbs = verbs
         self._followers = followers
@@ -182,6 +202,11 @@ class LeadingTrainer:
     def restore(self, path: Path) -> None:
         with self._told("restore", path):
             self._own.restore(path)
+
+    def check_followers(self) -> None:
+        """Raises FollowerDied where one of them is gone: a verb that waits for it may not notice for long."""
+        if ends := self._followers.ends():
+            raise FollowerDied("; ".join(ends))
 
     def close(self) -> None:
         """End the followers and leave the group; no verb works afterwards. A verb that hangs ends with an error."""

@@ -225,8 +225,8 @@ class ParallelTrainer:
         out: LossOutput = algorithm.loss(current_N, fields)
         loss = out.per_token_N.sum() / out.denominator
         metrics.add(out.metrics, float(loss.detach()))
-        version = self._version if self._num_steps_since_publish == 0 else None
-        _add_token_metrics(metrics, row, fields, current_N.detach(), entropy_N, version)
+        is_first = self._num_steps_since_publish == 0
+        _add_token_metrics(metrics, row, fields, current_N.detach(), entropy_N, self._version, is_first_step=is_first)
         return loss
 
     def _rows(self, samples: Sequence[Sample]) -> list[PackedRow]:

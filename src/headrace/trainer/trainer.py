@@ -275,8 +275,8 @@ class PolicyTrainer:
             total.backward()  # type: ignore[no-untyped-call]
         current_N = current_N.detach()
         metrics.add(out.metrics, value)
-        version = self._version if self._num_steps_since_publish == 0 else None
-        _add_token_metrics(metrics, row, fields, current_N, entropy_N, version)
+        is_first = self._num_steps_since_publish == 0
+        _add_token_metrics(metrics, row, fields, current_N, entropy_N, self._version, is_first_step=is_first)
         for sample, logprobs_T in zip(row.samples, row.scatter(current_N), strict=True):
             self._last_logprobs[sample.id] = logprobs_T
 
@@ -395,16 +395,18 @@ def _add_token_metrics(
     fields: TokenFields,
     current_N: Tensor,
     entropy_N: Tensor,
-    version: PolicyVersion | None,
+    version: PolicyVersion,
+    *,
+    is_first_step: bool,
 ) -> None:
-    """Of the rl tokens, the only ones that an engine has sampled. ``current_N`` is detached. ``version``: the trainer's
-    before the first step of a batch, when the proximal policy is the current one; None after it, when the current one
-    has moved and says nothing about the engine."""
+    """Of the rl tokens, the only ones that an engine has sampled. ``current_N`` is detached. ``version``: the one that
+    the batch's steps began from. ``is_first_step``: the current policy still is that version; afterwards it has moved
+    and says nothing about the engine, and the proximal policy stands for it where somebody computed it."""
     places = fields.places_of("rl")
     own = slice(None) if places is None else places
     behaviour_N = fields.behaviour_logprobs_N[own]
     proximal_N = fields.proximal_logprobs_N
-    if proximal_N is None and version is not None:
+    if proximal_N is None and is_first_step:
         proximal_N = current_N
     if len(behaviour_N):
         metrics.add_tokens(
@@ -412,17 +414,18 @@ def _add_token_metrics(
             behaviour_N=behaviour_N,
             entropy_N=entropy_N[own],
         )
-    if version is not None:
-        fresh_N = torch.tensor(
-            [
-                sample.num_versions == 1 and token_version == version
-                for sample in row.samples
-                for token_version, trained in zip(sample.versions, sample.mask, strict=True)
-                if trained
-            ],
-            dtype=torch.bool,
-            device=current_N.device,
-        )
+    tokens = [
+        (token_version == version, sample.num_versions == 1)
+        for sample in row.samples
+        for token_version, trained in zip(sample.versions, sample.mask, strict=True)
+        if trained
+    ]
+    is_current_N, is_whole_N = torch.tensor(tokens, dtype=torch.bool, device=current_N.device).view(-1, 2).unbind(1)
+    if proximal_N is not None:
+        current_version_N = fields.behaviour_logprobs_N[is_current_N]
+        metrics.add_same_weights(proximal_N[is_current_N], current_version_N, is_whole_N[is_current_N])
+    if is_first_step:
+        fresh_N = is_current_N & is_whole_N
         metrics.add_fresh(current_N[fresh_N], fields.behaviour_logprobs_N[fresh_N])
 
 

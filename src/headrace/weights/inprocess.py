@@ -1,6 +1,6 @@
 """The two carriers of one process: the engine runs the trainer's own model, or a copy of it.
 
-Contract of a carrier (tests/parity/test_engine_carriers.py runs it on both):
+Contract of a carrier (tests/parity/test_engine_carriers.py runs it on all):
 
 * ``receive`` switches to ``update.version`` and its weights: all of them, or none and a :class:`WeightUpdateError`.
 * An older version is refused. The current version may be received again, with the same effect.
@@ -10,19 +10,16 @@ Contract of a carrier (tests/parity/test_engine_carriers.py runs it on both):
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from headrace.errors import HeadraceError
 from headrace.protocols import WeightUpdate
 from headrace.types import PolicyVersion
+from headrace.weights.carrier import WeightUpdateError
 from headrace.weights.checksums import checksums, named_parameters
+from headrace.weights.parameters import Parameters, Travels, all_travel
 
-
-class WeightUpdateError(HeadraceError):
-    """A weight update does not fit. Nothing was changed."""
+__all__ = ["CopiedWeights", "SharedWeights", "WeightUpdateError"]
 
 
 class SharedWeights:
@@ -31,6 +28,7 @@ class SharedWeights:
     The loop must keep the engine paused while an optimizer step writes. A model with adapters (peft) shares too.
     """
 
+    broken = ""
     owns_weights = False
 
     def __init__(self, model: nn.Module, version: PolicyVersion) -> None:
@@ -38,7 +36,7 @@ class SharedWeights:
         self.version = version
 
     def receive(self, update: WeightUpdate) -> None:
-        _check_version(update.version, self.version)
+        check_version(update.version, self.version)
         if update.tensors is not None:
             raise WeightUpdateError(
                 f"weights {update.version} came with {len(update.tensors)} tensors, but this engine shares the "
@@ -52,70 +50,43 @@ class SharedWeights:
     def shares_storage_with(self, model: nn.Module) -> bool:
         return _same_storage(self.model, model)
 
+    def close(self) -> None:
+        """Nothing is held but the model."""
+
 
 class CopiedWeights:
-    """The engine runs its own copy, made here from ``model``; an update carries every parameter by name.
+    """The engine runs its own copy, made here from ``model``; an update carries by name every parameter that
+    ``travels``: all, or of a model with an adapter the adapter alone."""
 
-    Names are those of ``named_parameters``. A tied weight may come under any or several of its names; under several,
-    the tensors must be equal.
-    """
+    broken = ""
 
-    def __init__(self, model: nn.Module, version: PolicyVersion) -> None:
+    def __init__(self, model: nn.Module, version: PolicyVersion, travels: Travels = all_travel) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         self.version = version
-        self._parameters = named_parameters(self.model)
-        by_identity = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._main_name = {
-            name: by_identity[id(parameter)] for name, parameter in self.model.named_parameters(remove_duplicate=False)
-        }
+        self._parameters = Parameters(self.model, travels)
 
-    @torch.no_grad()
     def receive(self, update: WeightUpdate) -> None:
-        _check_version(update.version, self.version)
+        check_version(update.version, self.version)
         if update.tensors is None:
             raise WeightUpdateError(
                 f"weights {update.version} came without tensors, but this engine holds its own copy; "
                 'publish with tensors, or set engine.weights = "shared"'
             )
-        new = self._checked(update.tensors, update.version)
-        for name, tensor in new.items():
-            self._parameters[name].copy_(tensor)
+        self._parameters.write(self._parameters.checked(update.tensors, update.version))
         self.version = update.version
 
     def checksums(self) -> dict[str, str]:
-        return checksums(self._parameters.items())
+        return self._parameters.checksums()
 
     def shares_storage_with(self, model: nn.Module) -> bool:
         return _same_storage(self.model, model)
 
-    def _checked(self, tensors: Mapping[str, Tensor], version: PolicyVersion) -> dict[str, Tensor]:
-        """The tensors under their main names; raises before anything was written."""
-        new: dict[str, Tensor] = {}
-        problems = []
-        for name, tensor in tensors.items():
-            main = self._main_name.get(name)
-            if main is None:
-                problems.append(f"{name} is not a parameter of the engine's model")
-                continue
-            parameter = self._parameters[main]
-            if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
-                problems.append(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is "
-                    f"{parameter.dtype} {tuple(parameter.shape)}"
-                )
-            elif main in new and not torch.equal(new[main], tensor):
-                problems.append(f"{name} is tied to {main}, but the two came with different values")
-            new[main] = tensor
-        problems += [f"{name} is missing" for name in self._parameters if name not in new]
-        if problems:
-            more = f" and {len(problems) - 5} more problems" if len(problems) > 5 else ""
-            raise WeightUpdateError(
-                f"weights {version} do not fit this engine, nothing was changed: " + "; ".join(problems[:5]) + more
-            )
-        return new
+    def close(self) -> None:
+        """Nothing is held but the model."""
 
 
-def _check_version(new: PolicyVersion, current: PolicyVersion) -> None:
+def check_version(new: PolicyVersion, current: PolicyVersion) -> None:
+    """Raises WeightUpdateError for a version from before."""
     if new < current:
         raise WeightUpdateError(f"weights {new} are older than the engine's {current}; an engine never goes back")
 

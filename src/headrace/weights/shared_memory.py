@@ -19,8 +19,7 @@ import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,26 @@ from torch import Tensor
 
 from headrace.protocols import WeightUpdate
 from headrace.types import PolicyVersion
+from headrace.weights.carrier import (
+    Held,
+    Manifest,
+    ReceivedWeights,
+    WeightUpdateError,
+    checksums_of,
+    damaged,
+    dtype_name,
+    dtype_named,
+    raw_bytes,
+    refused,
+    specs_of,
+    tensors_of,
+    update_by,
+)
 from headrace.weights.checksums import checksum
-from headrace.weights.inprocess import WeightUpdateError
 
 ALIGNMENT = 64
 """Bytes; each tensor begins at a multiple."""
 _SHARED_FOLDER = Path("/dev/shm")
-
-Manifest = dict[str, Any]
 
 
 class SharedMemorySender:
@@ -48,10 +59,19 @@ class SharedMemorySender:
         self._file = tempfile.TemporaryFile(prefix="headrace-weights-", dir=folder)  # noqa: SIM115 (closed by close)
         self._where = str(folder or tempfile.gettempdir())
         self._size = 0
+        self._latest: Manifest | None = None
 
     @property
     def fd(self) -> int:
         return self._file.fileno()
+
+    @property
+    def receiver(self) -> Mapping[str, Any]:
+        return {"type": "shared_memory", "fd": self.fd}
+
+    @property
+    def inherit(self) -> tuple[int, ...]:
+        return (self.fd,)
 
     def send(self, update: WeightUpdate, base: PolicyVersion | None) -> Manifest:
         """Write all tensors of ``update`` and say where they are. Not while an engine still reads the last ones.
@@ -60,13 +80,26 @@ class SharedMemorySender:
         """
         entries: list[tuple[str, str, list[int], int, str]] = []
         offset = 0
-        for name, tensor in _tensors(update):
-            raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+        self._latest = None  # until all of it is written
+        for name, tensor in tensors_of(update):
+            raw = raw_bytes(tensor)
             self._write(raw, offset, update.version)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append((name, dtype, list(tensor.shape), offset, checksum(tensor)))
+            entries.append((name, dtype_name(tensor.dtype), list(tensor.shape), offset, checksum(tensor)))
             offset += -(-len(raw) // ALIGNMENT) * ALIGNMENT
-        return {"version": update.version, "base": base, "num_bytes": offset, "tensors": entries}
+        self._latest = {"version": update.version, "base": None, "num_bytes": offset, "tensors": entries}
+        return {**self._latest, "base": base}
+
+    def transfer(self) -> None:
+        """Nothing: the memory is there."""
+
+    def latest(self) -> WeightUpdate | None:
+        """The version that lies in the memory. No send may run until the engine that gets it has answered."""
+        return None if self._latest is None else update_by(self._latest)
+
+    def release(self) -> None:
+        """Give the memory back. Only once no engine reads it any more: what still did would crash."""
+        os.ftruncate(self.fd, 0)
+        self._size, self._latest = 0, None
 
     def close(self) -> None:
         self._file.close()
@@ -91,96 +124,44 @@ class SharedMemorySender:
             ) from error
 
 
-def _tensors(update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
-    if update.buckets is not None:
-        for bucket in update.buckets():
-            yield from bucket.items()
-    elif update.tensors is not None:
-        yield from update.tensors.items()
-    else:
-        raise WeightUpdateError(
-            f"weights {update.version} came without tensors, but this engine runs in another process; publish with "
-            "tensors or buckets"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What a tensor of every update must look like."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivedWeights:
-    """An update that has passed every check. The tensors map the sender's memory; do not keep them."""
-
-    version: PolicyVersion
-    tensors: Mapping[str, Tensor]
-    checksums: Mapping[str, str]
-    specs: Mapping[str, TensorSpec]
-
-
 class SharedMemoryReceiver:
     """The engine's side, over the inherited descriptor."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._version: PolicyVersion | None = None
-        self._checksums: Mapping[str, str] = {}
-        self._specs: Mapping[str, TensorSpec] = {}
+        self._held = Held()
+
+    @property
+    def fd(self) -> int:
+        return self._fd
 
     @property
     def version(self) -> PolicyVersion | None:
         """Of the last committed update; None before the first."""
-        return self._version
+        return self._held.version
 
     def read(self, manifest: Mapping[str, Any]) -> ReceivedWeights | None:
         """The tensors of ``manifest``; None where they are the committed ones. Raises WeightUpdateError."""
         version = PolicyVersion(*manifest["version"])
-        sums = {name: digest for name, _, _, _, digest in manifest["tensors"]}
-        specs = {name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape, _, _ in manifest["tensors"]}
-        problems = list(self._version_problems(version, manifest["base"], sums))
-        if not problems and version == self._version:
+        sums, specs = checksums_of(manifest), specs_of(manifest)
+        problems = list(self._held.version_problems(version, manifest["base"], sums))
+        if not problems and version == self.version:
             return None
-        problems += self._spec_problems(specs)
+        problems += self._held.spec_problems(specs)
         tensors: dict[str, Tensor] = {}
         if not problems:
             tensors, problems = self._mapped(manifest)
+            problems += damaged(tensors.items(), sums)
         if problems:
-            more = f" and {len(problems) - 5} more problems" if len(problems) > 5 else ""
-            raise WeightUpdateError(
-                f"weights {version} do not fit this engine, nothing was changed: " + "; ".join(problems[:5]) + more
-            )
+            raise refused(version, problems)
         return ReceivedWeights(version=version, tensors=tensors, checksums=sums, specs=specs)
 
     def commit(self, read: ReceivedWeights) -> None:
         """The engine has loaded them."""
-        self._version, self._checksums, self._specs = read.version, read.checksums, read.specs
+        self._held.commit(read)
 
-    def _version_problems(self, version: PolicyVersion, base: Any, sums: Mapping[str, str]) -> Iterator[str]:
-        held = self._version
-        if held is None:
-            return
-        if version < held:
-            yield f"they are older than the engine's {held}; an engine never goes back"
-        elif version == held:
-            if sums != self._checksums:
-                yield f"the engine holds other weights under the same version {held}"
-        elif base is not None and PolicyVersion(*base) != held:
-            yield f"they build on {PolicyVersion(*base)}, but the engine holds {held}"
-
-    def _spec_problems(self, specs: Mapping[str, TensorSpec]) -> list[str]:
-        expected = self._specs or specs
-        problems = [f"{name} is missing" for name in expected if name not in specs]
-        for name, spec in specs.items():
-            if name not in expected:
-                problems.append(f"{name} was never part of it")
-            elif spec != expected[name]:
-                was = expected[name]
-                problems.append(f"{name} is {spec.dtype} {spec.shape}, the engine's is {was.dtype} {was.shape}")
-        return problems
+    def close(self) -> None:
+        """Nothing: the descriptor belongs to whoever passed it on."""
 
     def _mapped(self, manifest: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
         num_bytes, size = manifest["num_bytes"], os.fstat(self._fd).st_size
@@ -190,16 +171,14 @@ class SharedMemoryReceiver:
         memory = mmap.mmap(self._fd, num_bytes, access=mmap.ACCESS_COPY)
         tensors: dict[str, Tensor] = {}
         problems = []
-        for name, dtype_name, shape, offset, digest in manifest["tensors"]:
-            dtype = getattr(torch, dtype_name, None)
+        for name, dtype_text, shape, offset, _ in manifest["tensors"]:
+            dtype = dtype_named(dtype_text)
             count = prod(shape)
-            if not isinstance(dtype, torch.dtype) or offset < 0 or offset + count * dtype.itemsize > num_bytes:
-                problems.append(f"{name} ({dtype_name} {shape} at {offset}) does not lie in the {num_bytes} bytes")
+            if dtype is None or offset < 0 or offset + count * dtype.itemsize > num_bytes:
+                problems.append(f"{name} ({dtype_text} {shape} at {offset}) does not lie in the {num_bytes} bytes")
                 continue
             tensor = torch.empty(shape, dtype=dtype)
             if count:
                 tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
-            if checksum(tensor) != digest:
-                problems.append(f"{name} arrived with other bits than were sent (checksum)")
             tensors[name] = tensor
         return tensors, problems

@@ -1,4 +1,4 @@
-"""The client: ``protocols.Engine`` over a vLLM server in another process.
+"""The client: ``protocols.Engine`` over a vLLM server in another process, or on a thread of this one.
 
 One asyncio task reads what the server sends. Tokens come as they are sampled, each step's with the version that
 sampled them, so an abort returns at once with what has been sampled, also where the server hangs. Stop strings are
@@ -6,7 +6,7 @@ looked for here, with the run's own decoder. A server that dies fails everything
 and its last words; nothing is started again behind the run's back.
 
 The server starts with the first call, gets the trainer's weights like any later update, and must pass
-:mod:`headrace.engines.vllm.semantics` before it serves anything. Requests that are submitted in one turn of the event
+:mod:`headrace.engines.semantics` before it serves anything. Requests that are submitted in one turn of the event
 loop travel in one message, so that they start in one step.
 """
 
@@ -15,19 +15,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.config.engines import VllmEngineConfig
 from headrace.daemon_thread import DaemonThread
 from headrace.engines.errors import EngineError, RequestError
 from headrace.engines.request import Running, check_request
-from headrace.engines.vllm.process import ServerProcess
-from headrace.engines.vllm.semantics import check_semantics
-from headrace.engines.vllm.server.backend import BackendOptions
+from headrace.engines.semantics import check_semantics
+from headrace.engines.vllm.launch import Host, Launch
 from headrace.engines.vllm.wire import (
     LENGTH_BYTES,
     Message,
@@ -53,22 +50,36 @@ DEATH_DEADLINE_S = 5.0
 """For a server that hung up to be gone, so that its exit code is known."""
 _SETTLE_ROUNDS = 3
 """Turns of the event loop without a submission after which the ready tasks count as heard."""
-PROGRAM = Path(__file__).resolve().parents[2] / "serve_vllm.py"
 
 
 class WeightSender(Protocol):
-    """The sending half of a carrier between processes; ``headrace.weights.shared_memory`` has one."""
-
-    @property
-    def fd(self) -> int:
-        """The open descriptor that the server inherits."""
-        ...
+    """The sending half of a carrier; ``headrace.weights.carrier`` says more."""
 
     def send(self, update: WeightUpdate, base: PolicyVersion | None) -> dict[str, Any]:
         """Put all tensors where the server finds them; returns the manifest that says where. Blocks."""
         ...
 
+    def transfer(self) -> None:
+        """What must run while the server takes them. Blocks for a bounded time."""
+        ...
+
     def close(self) -> None: ...
+
+
+class FrozenSender(WeightSender, Protocol):
+    """Of weights that travel once."""
+
+    def release(self) -> None:
+        """Give the memory back: the server has taken them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The weights under an adapter: they travel once, before the first version, and are part of each."""
+
+    sender: FrozenSender
+    update: WeightUpdate
 
 
 class VllmEngine:
@@ -79,43 +90,28 @@ class VllmEngine:
         config: VllmEngineConfig,
         sender: WeightSender,
         initial: WeightUpdate,
+        launch: Launch,
         *,
-        python: Path,
-        model: Path,
-        dtype: str,
+        frozen: Frozen | None = None,
         vocab_size: int,
         decode: Callable[[Sequence[int]], str] | None = None,
         max_context: int,
-        log_path: Path | None = None,
-        program: Path = PROGRAM,
         make_update_error: Callable[[str], HeadraceError] = EngineError,
     ) -> None:
-        """``initial``: the weights to start with; its tensors are read when the server is up. ``model``: folder with
-        the model's configuration. ``max_context``: of the model, where the configuration sets none."""
+        """``initial``: the weights to start with; its tensors are read when the server is up. ``launch`` starts it, see
+        ``engines.vllm.launch``. ``frozen``: with an adapter, what ``initial`` and later updates do not bring.
+        ``max_context``: of the model, where the configuration sets none."""
         self._config = config
         self._sender = sender
         self._initial = initial
+        self._frozen = frozen
+        self._frozen_checksums: dict[str, str] = {}
+        self._launch = launch
         self._vocab_size = vocab_size
         self._decode = decode
         self._max_context = config.max_context or max_context
-        self._log_path = log_path
         self._make_update_error = make_update_error
-        self._num_threads = config.num_threads or 1
-        options = BackendOptions(
-            model=str(model),
-            dtype=dtype,
-            vocab_size=vocab_size,
-            max_context=self._max_context,
-            max_batch_size=config.max_batch_size,
-            prefix_cache=config.prefix_cache,
-            kv_cache_bytes=config.kv_cache_bytes,
-            num_threads=config.num_threads,
-            seed=0,
-        )
-        self._command = [str(python), "-P", str(program), "--weights", str(sender.fd)]
-        self._command += ["--options", json.dumps(asdict(options))]
-        self._command += ["--recompute"] if config.kv_policy == "recompute" else []
-        self._server: ServerProcess | None = None
+        self._server: Host | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._start_task: asyncio.Task[None] | None = None
         self._reader_task: asyncio.Task[None] | None = None
@@ -225,6 +221,8 @@ class VllmEngine:
             await self._server.end()
         self._thread.stop()
         self._sender.close()
+        if self._frozen is not None:
+            self._frozen.sender.close()
 
     # --------------------------------------------------------------------------------------------- start
 
@@ -243,15 +241,14 @@ class VllmEngine:
 
     async def _start(self) -> None:
         try:
-            self._server = ServerProcess(
-                self._command, inherit=[self._sender.fd], num_threads=self._num_threads, log_path=self._log_path
-            )
+            self._server = self._launch()
             reader, self._writer = await asyncio.open_unix_connection(sock=self._server.socket)
             self._ready = asyncio.get_running_loop().create_future()
             self._reader_task = asyncio.create_task(self._read(reader), name="headrace-vllm-reader")
             ready = await self._within(self._ready, "to load the model", self._config.start_deadline_s)
             self._check_ready(ready)
             await self._call("pause")
+            await self._send_frozen()
             await self._update(self._initial, is_first=True)
             await check_semantics(self._probe, self._vocab_size)
             await self._call("resume")
@@ -262,6 +259,14 @@ class VllmEngine:
             failure = EngineError(f"the vLLM engine could not be started: {type(error).__name__}: {error}")
             self._fail(failure)
             raise failure from error
+
+    async def _send_frozen(self) -> None:
+        if self._frozen is None:
+            return
+        manifest = await self._thread.call(self._frozen.sender.send, self._frozen.update, None)
+        result = await self._call("frozen", manifest=manifest)
+        self._frozen_checksums = result["checksums"]
+        self._frozen.sender.release()
 
     def _check_ready(self, ready: Ready) -> None:
         problems = []
@@ -305,11 +310,15 @@ class VllmEngine:
             raise self._make_update_error(
                 f"weights {update.version} are older than the engine's {self._version}; an engine never goes back"
             )
-        manifest = await self._thread.call(self._sender.send, update, None if is_first else self._version)
-        result = await self._call("update", manifest=manifest)
+        if update.manifest is not None:
+            result = await self._call("update", manifest=update.manifest)
+        else:
+            manifest = await self._thread.call(self._sender.send, update, None if is_first else self._version)
+            transfer = self._thread.call(self._sender.transfer)
+            result, _ = await asyncio.gather(self._call("update", manifest=manifest), transfer)
         self._version = update.version
         if result:  # else it is the update that it has already
-            self._checksums = result["checksums"]
+            self._checksums = self._frozen_checksums | result["checksums"]
 
     async def _probe(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         handles = [self._register(request) for request in requests]

@@ -4,7 +4,7 @@ A frame is a length (4 bytes, big endian) and as many bytes of JSON. Client to s
 
     {"op": "submit", "requests": [request, ...]}         {"op": "abort", "handles": [int, ...]}
     {"op": "pause" | "resume" | "health", "call": int}   {"op": "probe", "call": int, "requests": [request, ...]}
-    {"op": "update", "call": int, "manifest": {...}}
+    {"op": "update" | "frozen", "call": int, "manifest": {...}}
 
 Server to client::
 

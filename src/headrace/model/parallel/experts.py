@@ -7,8 +7,7 @@ all ranks that hold it (``ParallelMesh.sharding("expert")``), and nothing is cou
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers import PreTrainedModel, __version__
 
 from headrace.model.parallel.check import ParallelError
 from headrace.model.parallel.mesh import ParallelMesh
@@ -22,8 +21,15 @@ def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 def apply_expert_parallel(model: PreTrainedModel, mesh: ParallelMesh) -> None:
     """Replace each layer's experts by this rank's, in place; tokens travel in every pass.
 
-    Raises ParallelError where the experts are no stacked weights that transformers can send tokens to.
+    Raises ParallelError where transformers is too old, or the experts are no stacked weights that it can send tokens
+    to.
     """
+    try:  # here, so that a transformers without it (the one that vLLM pins) does all else
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError as error:
+        raise ParallelError(
+            f"parallel.ep, parallel.tp: transformers {__version__} cannot send tokens to experts; install 5.24 or later"
+        ) from error
     plan: dict[str, str] = {}
     for name, module in expert_modules(model).items():
         parameters = dict(module.named_parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -11,6 +11,18 @@ from headrace.types import PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """A LoRA adapter over frozen weights, in peft's words."""
+
+    rank: int
+    alpha: float
+    target_modules: list[str]
+    """Names of the layers that have one, without their place in the model: q_proj, down_proj, ..."""
+    name: str
+    """What the trainer calls it: its tensors are named ``....lora_A.NAME.weight``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +39,15 @@ class BackendOptions:
     prefix_cache: bool
     kv_cache_bytes: int
     num_threads: int | None
+    recompute: bool
+    """Running requests compute their keys and values anew after an update."""
     seed: int
+    adapter: AdapterOptions | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BackendOptions:
+        adapter = data["adapter"]
+        return cls(**{**data, "adapter": None if adapter is None else AdapterOptions(**adapter)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +101,9 @@ class Backend(Protocol):
 
     def release(self, held: Any) -> None: ...
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load all parameters, by the trainer's names. Raises on the first that does not fit."""
+    def load(self, tensors: Mapping[str, Tensor], changed: Set[str]) -> None:
+        """``tensors``: all parameters, by the trainer's names. ``changed``: those that differ from what was loaded
+        last; the others may be left as they are. Raises on the first that does not fit."""
         ...
 
     def served(self, tensors: Mapping[str, Tensor]) -> Served:
@@ -92,4 +113,8 @@ class Backend(Protocol):
     def drop_caches(self, *, recompute: bool) -> None:
         """After a load: no request that starts from now on finds keys of older weights. ``recompute``: running
         requests compute theirs anew, too."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. In a process of its own nobody asks."""
         ...

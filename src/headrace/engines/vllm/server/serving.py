@@ -110,16 +110,22 @@ class Server(Generic[Read]):
         backend: Backend,
         reader: WeightReader[Read],
         *,
+        frozen: WeightReader[Read] | None = None,
         max_batch_size: int,
         recompute: bool,
         leave: Callable[[int], Any] = os._exit,
+        rest: Callable[[], Any] = lambda: None,
     ) -> None:
+        """``frozen``: of the weights under an adapter, which come once. ``rest`` is called before each wait for
+        something to do."""
         self._connection = connection
         self._backend = backend
         self._reader = reader
+        self._frozen = frozen
         self._max_batch_size = max_batch_size
         self._recompute = recompute
         self._leave = leave
+        self._rest = rest
         self._commands: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._waiting: deque[ServerRequest] = deque()
         self._running: dict[int, list[int]] = {}
@@ -130,6 +136,8 @@ class Server(Generic[Read]):
         self._broken = ""
         """Why the weights are of no version: an update failed half way."""
         self._step_started_s: float | None = None
+        self._loaded: dict[str, str] = {}
+        """Checksums of what was loaded last."""
 
     @property
     def _version(self) -> PolicyVersion:
@@ -174,6 +182,8 @@ class Server(Generic[Read]):
         """Carry out what is in the queue; waits for a command where there is nothing else to do. False at the end."""
         can_work = not self._is_paused and not self._broken and bool(self._waiting or self._running)
         while True:
+            if not can_work:
+                self._rest()
             try:
                 message = self._commands.get(block=not can_work)
             except queue.Empty:
@@ -198,7 +208,9 @@ class Server(Generic[Read]):
         elif operation == "probe":
             self._probe(message)
         elif operation == "update":
-            self._update(message)
+            self._update(message, self._reader)
+        elif operation == "frozen" and self._frozen is not None:
+            self._update(message, self._frozen)
         else:
             raise ValueError(f"the client asked for {operation!r}, which this server does not know")
 
@@ -272,14 +284,14 @@ class Server(Generic[Read]):
             self._waiting, self._running = waiting, running
         self._answer(message, {})
 
-    def _update(self, message: Message) -> None:
+    def _update(self, message: Message, reader: WeightReader[Read]) -> None:
         """All tensors are checked before the first is loaded. What fails after that leaves weights of no version, which
         are not served: the next complete update mends it."""
         if not self._is_paused:
             self._refuse(message, "update_weights needs a paused engine: await pause() first", "engine")
             return
         try:
-            read = self._reader.read(message["manifest"])
+            read = reader.read(message["manifest"])
         except HeadraceError as error:
             self._refuse(message, str(error), "update")
             return
@@ -287,7 +299,7 @@ class Server(Generic[Read]):
             self._answer(message, {})
             return
         try:
-            self._backend.load(read.tensors)
+            self._backend.load(read.tensors, self._changed(read))
             served = self._backend.served(read.tensors)
             self._backend.drop_caches(recompute=self._recompute)
         except Exception as error:
@@ -299,7 +311,13 @@ class Server(Generic[Read]):
             self._refuse(message, self._broken, "engine")
             return
         self._broken = ""
-        self._reader.commit(read)
+        reader.commit(read)
+        self._loaded |= read.checksums
         if self._recompute:
             self._counters["num_prefill_tokens"] += sum(sum(lengths) for lengths in self._running.values())
         self._answer(message, {"checksums": {**read.checksums, **served.stale}, "num_unchecked": len(served.unchecked)})
+
+    def _changed(self, read: Read) -> set[str]:
+        """Names of the tensors that differ from those loaded last; all of them where it is not known what is there."""
+        loaded = {} if self._broken else self._loaded
+        return {name for name, digest in read.checksums.items() if loaded.get(name) != digest}

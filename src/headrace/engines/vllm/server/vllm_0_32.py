@@ -1,4 +1,5 @@
-"""vLLM 0.32: everything that depends on its version. Written against 0.32.0; another range gets a file beside this.
+"""vLLM 0.32: everything that depends on its version. Written against 0.32.0; another range gets a file beside this
+and a line in ``config/vllm_versions.py``.
 
 vLLM runs inside this process (no engine-core process of its own), and the server calls its steps one by one. So a
 pause is simply not calling, weights change between two steps, and the modules are at hand for loading and checking.
@@ -6,57 +7,25 @@ pause is simply not calling, weights change between two steps, and the modules a
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headrace.engines.vllm.server.adapter import base_name, is_adapter, largest_rank, write_folder
 from headrace.engines.vllm.server.backend import BackendOptions, Served, Step, Token
 from headrace.engines.vllm.wire import Ready, ServerRequest
 from headrace.types import PolicyVersion
 
-SUPPORTED = ("0.32",)
-"""Minor versions that this file was tested with."""
 NUM_TIES = 8
 """Ids asked for beyond top-k: vLLM keeps all ids that tie with the k-th."""
 BLOCK_SIZE = 32
 """Tokens; the prefix cache finds whole blocks. The least that attention on CPUs takes."""
 LOGPROBS_MODE = "processed_logprobs"
-
-
-class VersionError(Exception):
-    """The vLLM that is installed is not one that this file knows."""
-
-
-def check_version() -> None:
-    """Raises VersionError for a vLLM of another range, ImportError where there is none."""
-    set_environment()
-    from vllm import __version__
-
-    if not any(__version__ == minor or __version__.startswith(f"{minor}.") for minor in SUPPORTED):
-        raise VersionError(
-            f"vLLM {__version__} is installed, but headrace works with {', '.join(SUPPORTED)}: `make setup-vllm` "
-            "installs that"
-        )
-
-
-def set_environment() -> None:
-    """Before anything imports vllm."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        os.environ[name] = "1"
-    # Eager is eager: else one small function of the sampler is compiled in the first step, which takes 15 s on a CPU.
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
-
-
-def load_backend(options: BackendOptions) -> VllmBackend:
-    """Takes seconds to minutes."""
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
-    return VllmBackend(options)
 
 
 def make_vocabulary_limit() -> type:
@@ -90,7 +59,8 @@ class VllmBackend:
     """``backend.Backend`` over vLLM's LLMEngine."""
 
     def __init__(self, options: BackendOptions) -> None:
-        set_environment()
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
         from vllm import __version__
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -102,6 +72,9 @@ class VllmBackend:
                 "logits_processors": [make_vocabulary_limit()],
                 "additional_config": {"headrace_vocab_size": options.vocab_size},
             }
+        self._adapter = options.adapter
+        if options.adapter is not None:
+            limit |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest_rank(options.adapter)}
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=options.model,
@@ -161,7 +134,8 @@ class VllmBackend:
         # The version in the salt: keys and values of older weights are never found, whatever is left in the cache.
         prompt = tokens_input(list(request.prompt_ids), cache_salt=f"{version}/{request.cache_salt}")
         name = str(request.handle)
-        self._names[request.handle] = self._engine.add_request(name, prompt, params)
+        lora = None if self._adapter is None else _lora_request(".")  # by its id: it is loaded
+        self._names[request.handle] = self._engine.add_request(name, prompt, params, lora_request=lora)
         self._requests[name] = request
         self._is_cold.add(name)
 
@@ -209,7 +183,15 @@ class VllmBackend:
 
     # ----------------------------------------------------------------------------------------- weights
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor], changed: Set[str]) -> None:
+        if any(not is_adapter(name) for name in changed):
+            self._load_base({base_name(name): t for name, t in tensors.items() if not is_adapter(name)})
+        if self._adapter is not None and any(is_adapter(name) for name in changed):
+            with TemporaryDirectory(prefix="headrace-adapter-") as folder:
+                write_folder(Path(folder), self._adapter, tensors)
+                self._engine.add_lora(_lora_request(folder, load_inplace=True))
+
+    def _load_base(self, tensors: Mapping[str, Tensor]) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import (
             finalize_layerwise_reload,
@@ -217,13 +199,13 @@ class VllmBackend:
         )
 
         model: Any = self._model
-        expected = {name for name, _ in model.named_parameters()}
+        expected = {base_name(name) for name, _ in model.named_parameters()}
         with set_current_vllm_config(self._worker.vllm_config):
             initialize_layerwise_reload(model)
             loaded = model.load_weights(iter(tensors.items()))
             finalize_layerwise_reload(model, self._engine.model_config)
         repack_tied_heads(model)
-        missing = sorted(expected - set(loaded)) if loaded is not None else []
+        missing = sorted(expected - {base_name(name) for name in loaded}) if loaded is not None else []
         if missing:
             raise RuntimeError(f"vLLM's model has parameters that no tensor was loaded into: {', '.join(missing[:5])}")
 
@@ -236,24 +218,62 @@ class VllmBackend:
             gap = _gap(module, [tensors[part] for part in parts])
             if gap is not None:
                 stale |= dict.fromkeys(parts, f"vLLM's {name} computes with something else (relative gap {gap:.1e})")
+        for part, lies in self._adapter_parts(tensors):
+            unseen.discard(part)
+            expected = tensors[part].to(lies.dtype)
+            if self._adapter is not None and ".lora_B." in part:  # vLLM multiplies the scale into it
+                expected = expected * (self._adapter.alpha / self._adapter.rank)
+            if not torch.allclose(lies, expected, rtol=1e-2 if lies.dtype == torch.bfloat16 else 1e-6, atol=0):
+                stale[part] = "vLLM holds another adapter"
         return Served(stale=stale, unchecked=sorted(unseen))
 
     def _modules_with_weights(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, list[str]]]:
         """(name, module, names of the tensors that its weight is made of), where all of them are known."""
         packed: Mapping[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
         tied = {id(module) for module in _tied_heads(self._model)}
-        for name, module in self._model.named_modules():
-            if not isinstance(getattr(module, "weight", None), Tensor):
+        theirs = {base_name(name): name for name in tensors if not is_adapter(name)}
+        for full_name, module in self._model.named_modules():
+            if hasattr(module, "base_layer") or not isinstance(getattr(module, "weight", None), Tensor):
                 continue
-            prefix, _, last = name.rpartition(".")
-            parts = [f"{prefix}.{part}.weight" if prefix else f"{part}.weight" for part in packed.get(last, [last])]
+            name = full_name.removesuffix(".base_layer")
+            parts = [f"{part}.weight" for part in _parts(name, packed)]
             if id(module) in tied:
-                parts = [part for part in tensors if part.endswith("embed_tokens.weight")]
-            if parts and all(part in tensors for part in parts):
-                yield name, module, parts
+                parts = [part for part in theirs if part.endswith("embed_tokens.weight")]
+            if parts and all(part in theirs for part in parts):
+                yield name, module, [theirs[part] for part in parts]
+
+    def _adapter_parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(name, what vLLM holds of it) of each of the adapter's tensors that it holds."""
+        if self._adapter is None:
+            return
+        packed: Mapping[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
+        rank, name = self._adapter.rank, self._adapter.name
+        for full_name, module in self._model.named_modules():
+            if not hasattr(module, "lora_a_stacked"):
+                continue
+            for number, part in enumerate(_parts(full_name, packed)):
+                a, b = f"{part}.lora_A.{name}.weight", f"{part}.lora_B.{name}.weight"
+                if a in tensors:
+                    yield a, module.lora_a_stacked[number][0, 0, :rank]
+                    yield b, module.lora_b_stacked[number][0, 0, :, :rank]
 
     def drop_caches(self, *, recompute: bool) -> None:
         self._engine.reset_prefix_cache(reset_running_requests=recompute)
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def _lora_request(folder: str, *, load_inplace: bool = False) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name="policy", lora_int_id=1, lora_path=folder, load_inplace=load_inplace)
+
+
+def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
+    """The trainer's names of the layers that vLLM's module ``name`` is made of."""
+    prefix, dot, last = name.rpartition(".")
+    return [f"{prefix}{dot}{part}" for part in packed.get(last, [last])]
 
 
 def repack_tied_heads(model: nn.Module) -> None:
