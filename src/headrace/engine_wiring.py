@@ -231,7 +231,11 @@ def build_fleet(
         if isinstance(config.engine, VllmEngineConfig):
             sender = None if shared is None else shared.handle()
             vllm = _build_vllm(config, config.engine, policy, held, template, log_path, sender)
-            await vllm.start()
+            try:
+                await vllm.start()
+            except BaseException:
+                await vllm.close()  # its process, and its hold on what it shares with the others
+                raise
             return vllm
         if isinstance(config.engine, SglangEngineConfig) and folders is not None:
             return _build_sglang(config, config.engine, policy, held, template, folders, index)
