@@ -102,6 +102,20 @@ def test_a_run_learns_from_what_the_server_samples(tmp_path: Path, sections: dic
     assert versions >= set(range(num_batches))
 
 
+def test_two_servers_behind_one_engine(tmp_path: Path) -> None:
+    """Each is brought every version and proved; both serve. A version is written once for both."""
+    first, second = server(), server()
+    with in_thread(lambda: serving(first)) as url, in_thread(lambda: serving(second)) as other:
+        file = run_file(tmp_path, url, engine={"urls": [url, other]}, fleet={"num_engines": 2})
+        assert main(["train", str(file)]) == 0
+    assert len(list(read_metrics(tmp_path / "run"))) == 3
+    for sglang in (first, second):
+        assert sglang.num_loads == 4
+        salts = [body["cache_salt"] for path, body in sglang.bodies if path == "/generate" and "cache_salt" in body]
+        assert sum(salt.endswith("/") for salt in salts) > 0, "no rollout came here, probes alone"
+    assert len(list((tmp_path / "run" / "weights").iterdir())) == 2
+
+
 def test_an_update_that_the_server_did_not_load_stops_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
