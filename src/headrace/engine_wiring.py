@@ -238,7 +238,9 @@ def build_fleet(
                 raise
             return vllm
         if isinstance(config.engine, SglangEngineConfig) and folders is not None:
-            return _build_sglang(config, config.engine, policy, held, template, folders, index)
+            sglang = _build_sglang(config, config.engine, policy, held, template, folders, index)
+            await sglang.start()
+            return sglang
         own = CopiedWeights(policy.loaded.model if template is None else template.model, held, travels)
         return build_engine(config, policy, held, own)
 
