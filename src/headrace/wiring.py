@@ -327,7 +327,7 @@ def _build_run_engine(
     config: RunConfig,
     policy: Policy,
     version: PolicyVersion,
-    carrier: StreamedWeights | None,
+    carrier: StreamedWeights | CarriedWeights | None,
     record: Record,
     watchdog: Watchdog,
     progress: Progress,
@@ -356,7 +356,7 @@ def _build_canary(
     trainer: PolicyTrainer | LeadingTrainer,
     trainer_thread: DaemonThread,
     bound: float,
-    carrier: StreamedWeights | None,
+    carrier: StreamedWeights | CarriedWeights | None,
 ) -> Canary:
     """It compares with the trainer; engines of a fleet that join late are proved by it, too."""
 
