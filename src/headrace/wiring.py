@@ -273,7 +273,7 @@ def _connect(
     trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
     sinks = build_sinks(config.monitor, record.run_dir.path, config.name, redact(resolved(config)))
     progress = Progress(config.trainer.num_batches, title=config.name, enabled=config.monitor.progress)
-    engine = _build_run_engine(config, policy, trainer.version, carrier, record, watchdog, progress)
+    engine = _build_run_engine(config, policy, trainer.version, carrier, beside.workers, record, watchdog, progress)
     bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
     canary = _build_canary(checked, policy, engine, trainer, trainer_thread, bound, carrier)
     reporter = Reporter(
@@ -328,6 +328,7 @@ def _build_run_engine(
     policy: Policy,
     version: PolicyVersion,
     carrier: StreamedWeights | CarriedWeights | None,
+    workers: Workers | None,
     record: Record,
     watchdog: Watchdog,
     progress: Progress,
@@ -342,6 +343,7 @@ def _build_run_engine(
         policy,
         version,
         carrier,
+        workers=workers,
         watchdog=watchdog,
         run_path=run_path,
         on_span=record.spans.add,
