@@ -130,6 +130,8 @@ class ScriptedSglang:
     key: str | None = None
     by_hand: bool = False
     """Decode when :meth:`step` is called, for a probe, and to end what was aborted."""
+    step_s: float = 0.0
+    """Between two steps."""
     architectures: tuple[str, ...] = ("LlamaForCausalLM",)
     weight_version: str = "default"
     content: str = "as it started"
@@ -305,7 +307,7 @@ class ScriptedSglang:
         while True:
             if self._may_step():
                 self.step()
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.step_s)
             else:
                 self._turn.clear()
                 await self._turn.wait()

@@ -219,6 +219,7 @@ def build_fleet(
     carries engines in processes of their own."""
 
     folders = model_folders(config, config.engine) if isinstance(config.engine, SglangEngineConfig) else None
+    travels = all_travel if config.model.lora is None else adapter_travels
 
     async def start(index: int, incarnation: int) -> Engine:
         held, log_path = version if incarnation == 0 else NO_VERSION, run_path / f"engine-{index}.log"
@@ -229,7 +230,7 @@ def build_fleet(
             return vllm
         if isinstance(config.engine, SglangEngineConfig) and folders is not None:
             return _build_sglang(config, config.engine, policy, held, template, folders, index)
-        own = CopiedWeights(policy.loaded.model if template is None else template.model, held)
+        own = CopiedWeights(policy.loaded.model if template is None else template.model, held, travels)
         return build_engine(config, policy, held, own)
 
     starter: StartEngine = start

@@ -91,15 +91,15 @@ def test_a_run_learns_from_what_the_server_samples(tmp_path: Path, sections: dic
     with in_thread(lambda: serving(sglang)) as url:
         assert main(["train", str(run_file(tmp_path, url, **sections))]) == 0
     num_batches = sections.get("trainer", {}).get("num_batches", 3)
-    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    metrics = list(read_metrics(tmp_path / "run"))
     assert len(metrics) == num_batches
     assert all(row["canary/max_gap"] < 1e-4 for row in metrics)
     assert sglang.num_loads == num_batches + 1
     assert sorted(path.name for path in (tmp_path / "run" / "weights").iterdir()) == [
         f"version-0.{n}" for n in (num_batches - 1, num_batches)
     ]
-    versions = {v for episode in read_episodes(tmp_path / "run" / "episodes") for v in episode.trace.versions}
-    assert {v.number for v in versions} >= set(range(num_batches))
+    versions = {span[2] for record in read_episodes(tmp_path / "run") for span in record["version_spans"]}
+    assert versions >= set(range(num_batches))
 
 
 def test_an_update_that_the_server_did_not_load_stops_the_run(
@@ -145,7 +145,7 @@ def test_a_wrong_model_or_a_dead_address_is_refused_before_any_work(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_server_that_dies_ends_the_run_and_a_resume_goes_on(
+def test_a_server_that_falls_silent_ends_the_run_and_a_resume_goes_on_with_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """I11, I19: nothing is trained on what was lost; the next lineage brings its weights to the next server."""
@@ -163,22 +163,23 @@ def test_a_server_that_dies_ends_the_run_and_a_resume_goes_on(
         assert main(["train", str(file)]) != 0
     assert "headrace resume" in capsys.readouterr().err
     with in_thread(lambda: serving(server())) as url:
-        assert main(["resume", str(tmp_path / "run"), f'--engine.urls=["{url}"]']) == 0
-    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) >= 4
+        assert main(["resume", str(tmp_path / "run"), f'--engine.urls=["{url}"]', "--waits.publish_s=60"]) == 0
+    assert len(list(read_metrics(tmp_path / "run"))) >= 4
 
 
 def test_the_gpu_check_runs_against_the_scripted_server(tmp_path: Path) -> None:
     """It waits for a GPU, and says so; every part of it works against the server that is built from the contract."""
     model = tmp_path / "model"
     save_tiny(model, initializer_range=0.2, max_context=256)
-    made = ModelSglang(architectures=tuple(AutoModelForCausalLM.from_pretrained(model).config.architectures))
+    architectures = tuple(AutoModelForCausalLM.from_pretrained(model).config.architectures)
+    made = ModelSglang(architectures=architectures, step_s=0.01)
     script = Path(__file__).parents[2] / "benchmarks" / "sglang_check.py"
     done = subprocess.run([sys.executable, script, "--model", model], capture_output=True, text=True, check=False)
     assert (done.returncode, "waits for a machine that has one" in done.stdout) == (3, True)
     out = tmp_path / "check.json"
     with in_thread(lambda: serving(made)) as url:
         options = ["--model", model, "--url", url, "--device", "cpu", "--dtype", "float32", "--out", out]
-        options += ["--max-context", "200", "--num-tokens", "8", "--long-tokens", "120", "--flight-s", "0.05"]
+        options += ["--max-context", "200", "--num-tokens", "8", "--long-tokens", "120", "--flight-s", "0.1"]
         done = subprocess.run(
             [sys.executable, script, *map(str, options)], capture_output=True, text=True, check=False, timeout=120
         )

@@ -134,7 +134,8 @@ class HttpClient:
             try:
                 return await asyncio.wait_for(self._once(method, path, body, query), left_s)
             except TimeoutError as error:
-                raise HttpError(f"{self.name} took more than {deadline_s:g} s for {path}", NO_ANSWER) from error
+                limit = "the operating system allows" if deadline_s is None else f"{deadline_s:g} s"
+                raise HttpError(f"{self.name} took more than {limit} for {path}", NO_ANSWER) from error
             except _Failed as failed:
                 now_s = self._clock()
                 first_failure_s = now_s if first_failure_s is None else first_failure_s
