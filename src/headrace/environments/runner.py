@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
+from headrace.errors import PartLost
 from headrace.protocols import ChatEngine, ChatRequest, Clock, Engine, Environment, Renderer
 from headrace.types import (
     AttemptKey,
@@ -306,6 +307,8 @@ class _Play:
             )
         except DeadlineError as error:
             raise _EpisodeEnd(Outcome.TIMEOUT, str(error)) from error
+        except PartLost as error:  # its worker is gone, and the environment did nothing wrong
+            raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, self._environment_error(what, error)) from error
         except Exception as error:
             raise _EpisodeEnd(Outcome.ENVIRONMENT_ERROR, self._environment_error(what, error)) from error
 
