@@ -103,7 +103,8 @@ class VllmEngine:
         make_update_error: Callable[[str], HeadraceError] = EngineError,
     ) -> None:
         """``initial``: the weights to start with, where ``sender`` published none yet; its tensors are read when the
-        server is up. ``launch`` starts it, see ``engines.vllm.launch``. ``frozen``: with an adapter, what ``initial`` and later updates do not bring.
+        server is up. ``launch`` starts it, see ``engines.vllm.launch``. ``frozen``: with an adapter, what ``initial``
+        and later updates do not bring.
         ``max_context``: of the model, where the configuration sets none."""
         self._config = config
         self._sender = sender
