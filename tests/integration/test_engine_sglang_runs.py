@@ -17,6 +17,7 @@ import pytest
 import torch
 from http_loopback import Answer, in_thread
 from loop_runs import small_data, warm_model, write_toml
+from safetensors.torch import load_file
 from sglang_scripted_server import Row, ScriptedSglang, serving
 from transformers import AutoModelForCausalLM
 
