@@ -5,12 +5,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= .venv-bench
 VLLM_VENV ?= .venv-vllm
+RAY_VENV ?= .venv-ray
 ARGS ?=
 
 BIN := $(VENV)/bin
 SETUP_DONE := $(VENV)/.setup-done
 BENCH_DONE := $(BENCH_VENV)/.setup-done
 VLLM_DONE := $(VLLM_VENV)/.setup-done
+RAY_DONE := $(RAY_VENV)/.setup-done
 TORCH := $(shell grep '^torch==' constraints.txt)
 # What the tests and the quickstart use. The other extras (wandb, mlflow, ray) are larger than the rest together.
 EXTRAS := environments,http,tensorboard,trackio,prometheus
@@ -21,7 +23,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-bench setup-vllm sglang-wheel quickstart test test-integration test-full mutation bench clean \
+.PHONY: help setup setup-bench setup-vllm setup-ray sglang-wheel quickstart test test-integration test-full \
+    mutation bench clean \
     check check-lint check-format check-types check-rooms
 
 help:  ## This list
@@ -57,6 +60,15 @@ $(VLLM_DONE): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install -qq --upgrade "pip>=25.1"
 	$(VLLM_VENV)/bin/python -m pip install -qq -e . --group vllm
 	$(VLLM_VENV)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
+	@touch $@
+
+setup-ray: $(RAY_DONE)  ## Make .venv-ray: headrace with Ray, for runs on a cluster and their tests
+
+$(RAY_DONE): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install -qq --upgrade "pip>=25.1"
+	$(RAY_VENV)/bin/python -m pip install -qq $(TORCH)
+	$(RAY_VENV)/bin/python -m pip install -qq -e ".[ray]" -c constraints.txt
 	@touch $@
 
 sglang-wheel: setup  ## Fetch the SGLang wheel that its contract was read out of (39 MB; nothing of it is installed)
@@ -102,4 +114,4 @@ bench: setup setup-bench  ## headrace against TRL, the engine against generate()
 	$(BIN)/python benchmarks/versus_trl.py --model "$$($(MODEL_PATH))" --trl-python $(BENCH_VENV)/bin/python $(ARGS)
 
 clean:  ## Remove the environments and caches (runs and models stay)
-	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) $(RAY_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

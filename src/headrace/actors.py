@@ -46,12 +46,12 @@ def engine(config: Mapping[str, Any], inherited_fd: int | None = None) -> Engine
     from headrace.cluster.remote_engine import EngineActor
     from headrace.config.load import restore_config
     from headrace.engine_wiring import build_engine
-    from headrace.types import PolicyVersion
+    from headrace.types import NO_VERSION
 
     run = restore_config(dict(config), "the controller")
     policy = load_policy(run)
     receive = receive_from_ray if inherited_fd is None else SharedMemoryInbox(inherited_fd).receive
-    return EngineActor(engine=build_engine(run, policy, PolicyVersion(0, 0)), receive_weights=receive)
+    return EngineActor(engine=build_engine(run, policy, NO_VERSION), receive_weights=receive)
 
 
 class TrainerRank:

@@ -15,6 +15,8 @@ from headrace.checked import (
     expected_server,
     sglang_calls,
 )
+from headrace.cluster.engines import engine_starter
+from headrace.cluster.workers import Workers
 from headrace.config.base import LoraConfig
 from headrace.config.engine_checks import NO_TRAINING
 from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig, VllmEngineConfig
@@ -24,6 +26,7 @@ from headrace.config.vllm_python import find_python
 from headrace.control.watchdog import Watchdog
 from headrace.engines.embedded import TransformersEngine
 from headrace.engines.fleet.fleet import FleetEngine
+from headrace.engines.fleet.supervisor import StartEngine
 from headrace.engines.fleet.tally import OnSpan
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.vllm.client import Frozen, VllmEngine
@@ -34,7 +37,7 @@ from headrace.errors import ConfigError
 from headrace.model.load import ADAPTER_NAME
 from headrace.model.paths import resolve_model_path
 from headrace.protocols import Engine, WeightUpdate
-from headrace.types import PolicyVersion
+from headrace.types import NO_VERSION, PolicyVersion
 from headrace.weights.carried import CarriedWeights
 from headrace.weights.checksums import named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
@@ -44,9 +47,6 @@ from headrace.weights.receivers import make_receiver
 from headrace.weights.senders import make_sender
 from headrace.weights.shared_memory import SharedMemorySender
 from headrace.weights.streamed import StreamedWeights
-
-NO_VERSION = PolicyVersion(-1, 0)
-"""Of weights that were never published: older than every version."""
 
 
 def num_threads(config: RunConfig) -> tuple[int, int]:
@@ -207,6 +207,7 @@ def build_fleet(
     version: PolicyVersion,
     template: StreamedWeights | CarriedWeights | None,
     *,
+    workers: Workers | None,
     watchdog: Watchdog,
     run_path: Path,
     on_span: OnSpan,
@@ -214,9 +215,11 @@ def build_fleet(
 ) -> FleetEngine:
     """Engines of the kind that the configuration names, behind one. ``template``: the whole model with the present
     weights, where the trainer has several processes. An engine that is started again begins with whatever weights are
-    at hand, as no version at all: it is given the published ones, and proved, before it serves."""
+    at hand, as no version at all: it is given the published ones, and proved, before it serves. ``workers``: what
+    carries engines in processes of their own."""
 
     folders = model_folders(config, config.engine) if isinstance(config.engine, SglangEngineConfig) else None
+    travels = all_travel if config.model.lora is None else adapter_travels
 
     async def start(index: int, incarnation: int) -> Engine:
         held, log_path = version if incarnation == 0 else NO_VERSION, run_path / f"engine-{index}.log"
@@ -226,10 +229,18 @@ def build_fleet(
             await vllm.start()
             return vllm
         if isinstance(config.engine, SglangEngineConfig) and folders is not None:
+<<<<<<< HEAD
             sglang = _build_sglang(config, config.engine, policy, held, template, folders, index)
             await sglang.start()
             return sglang
         own = CopiedWeights(policy.loaded.model if template is None else template.model, held)
+=======
+            return _build_sglang(config, config.engine, policy, held, template, folders, index)
+        own = CopiedWeights(policy.loaded.model if template is None else template.model, held, travels)
+>>>>>>> main
         return build_engine(config, policy, held, own)
 
-    return FleetEngine(start, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)
+    starter: StartEngine = start
+    if workers is not None and folders is None:
+        starter = engine_starter(workers, config, num_threads(config)[0])
+    return FleetEngine(starter, fleet, version=version, watchdog=watchdog, on_span=on_span, on_event=on_event)

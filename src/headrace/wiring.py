@@ -59,6 +59,7 @@ from headrace.weights.canary import NUM_PROBE_TOKENS, Canary
 from headrace.weights.carried import CarriedWeights
 from headrace.weights.catch_up import TrainerCatchUp
 from headrace.weights.checksums import checksum, checksums, named_parameters
+from headrace.weights.parameters import adapter_travels
 from headrace.weights.receivers import make_receiver
 from headrace.weights.senders import make_sender
 from headrace.weights.streamed import StreamedWeights
@@ -270,39 +271,11 @@ def _connect(
     watchdog = _watchdog(config, clock)
     _, trainer_threads = num_threads(config)
     trainer_thread = DaemonThread("headrace-trainer", lambda: torch.set_num_threads(trainer_threads))
-
-    async def score(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
-        return [t.tolist() for t in await trainer_thread.call(trainer.forward, samples)]
-
-    bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
     sinks = build_sinks(config.monitor, record.run_dir.path, config.name, redact(resolved(config)))
     progress = Progress(config.trainer.num_batches, title=config.name, enabled=config.monitor.progress)
-    run_path = record.run_dir.path
-    engine: Engine
-    if config.fleet is None:
-        engine = build_engine(config, policy, trainer.version, carrier, run_path / "engine.log")
-    else:
-        engine = build_fleet(
-            config,
-            config.fleet,
-            policy,
-            trainer.version,
-            carrier,
-            watchdog=watchdog,
-            run_path=run_path,
-            on_span=record.spans.add,
-            on_event=progress.note,
-        )
-    canary = Canary(
-        engine,
-        score,
-        _canary_prompt(checked, policy),
-        bound=bound,
-        trainer_checksums=lambda: _trainer_checksums(trainer, policy),
-        shares_weights=config.engine.shares_weights and carrier is None,
-    )
-    if isinstance(engine, FleetEngine):
-        engine.catch_up_by(TrainerCatchUp(canary, trainer, lambda: _weights(trainer, policy), trainer_thread.call))
+    engine = _build_run_engine(config, policy, trainer.version, carrier, beside.workers, record, watchdog, progress)
+    bound: float = getattr(config.guards, f"max_ratio_error_{config.model.dtype}")
+    canary = _build_canary(checked, policy, engine, trainer, trainer_thread, bound, carrier)
     reporter = Reporter(
         record.lineage,
         metrics=record.metrics,
@@ -350,6 +323,69 @@ def _connect(
     )
 
 
+def _build_run_engine(
+    config: RunConfig,
+    policy: Policy,
+    version: PolicyVersion,
+    carrier: StreamedWeights | CarriedWeights | None,
+    workers: Workers | None,
+    record: Record,
+    watchdog: Watchdog,
+    progress: Progress,
+) -> Engine:
+    """One engine, or several behind one."""
+    run_path = record.run_dir.path
+    if config.fleet is None:
+        return build_engine(config, policy, version, carrier, run_path / "engine.log")
+    return build_fleet(
+        config,
+        config.fleet,
+        policy,
+        version,
+        carrier,
+        workers=workers,
+        watchdog=watchdog,
+        run_path=run_path,
+        on_span=record.spans.add,
+        on_event=progress.note,
+    )
+
+
+def _build_canary(
+    checked: Checked,
+    policy: Policy,
+    engine: Engine,
+    trainer: PolicyTrainer | LeadingTrainer,
+    trainer_thread: DaemonThread,
+    bound: float,
+    carrier: StreamedWeights | CarriedWeights | None,
+) -> Canary:
+    """It compares with the trainer; engines of a fleet that join late are proved by it, too."""
+
+    async def score(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
+        return [t.tolist() for t in await trainer_thread.call(trainer.forward, samples)]
+
+    canary = Canary(
+        engine,
+        score,
+        _canary_prompt(checked, policy),
+        bound=bound,
+        trainer_checksums=lambda: _trainer_checksums(trainer, policy),
+        shares_weights=checked.config.engine.shares_weights and carrier is None,
+    )
+    if isinstance(engine, FleetEngine):
+        engine.catch_up_by(
+            TrainerCatchUp(
+                canary,
+                trainer,
+                lambda: _weights(trainer, policy, travelling=True),
+                trainer_thread.call,
+                frozen=lambda: _weights(trainer, policy, travelling=False),
+            )
+        )
+    return canary
+
+
 def _canary_prompt(checked: Checked, policy: Policy) -> Sequence[int]:
     """The first task's prompt, repeated or cut to the length that the engine's cache needs."""
     engine = checked.config.engine
@@ -388,8 +424,13 @@ def _trainer_checksums(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) 
     return checksums(named_parameters(policy.loaded.model).items())
 
 
-def _weights(trainer: PolicyTrainer | LeadingTrainer, policy: Policy) -> Mapping[str, Tensor]:
-    """Those that the trainer holds now, by name; its own storage where it is one process."""
-    if isinstance(trainer, LeadingTrainer):
+def _weights(trainer: PolicyTrainer | LeadingTrainer, policy: Policy, *, travelling: bool) -> Mapping[str, Tensor]:
+    """Those that the trainer holds now, by name, and that updates bring, or those that they do not (the frozen base of
+    an adapter); its own storage where it is one process."""
+    if isinstance(trainer, LeadingTrainer):  # without adapters: all of them travel
+        if not travelling:
+            return {}
         return {name: tensor.clone() for bucket in trainer.weight_buckets() for name, tensor in bucket.items()}
-    return named_parameters(policy.loaded.model)
+    is_adapter = policy.loaded.base is not None
+    named = named_parameters(policy.loaded.model).items()
+    return {name: tensor for name, tensor in named if (not is_adapter or adapter_travels(name)) == travelling}

@@ -8,13 +8,14 @@ dies once runs always; five random moments for each take minutes.
 from __future__ import annotations
 
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_faults import Nodes, assert_books_are_complete, print_summary, ray_python, running
+from cluster_faults import Nodes, assert_books_are_complete, environment, print_summary, ray_python, running
 from loop_runs import small_data, write_toml
 
 NUM_CPUS = 5
@@ -36,8 +37,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     made.close()
 
 
-def written(folder: Path, num_batches: int, **sections: Any) -> tuple[Path, Path]:
-    """(the run's file, its folder)."""
+def written(folder: Path, num_batches: int, **more: Any) -> tuple[Path, Path]:
+    """(the run's file, its folder). ``more``: of the section cluster."""
     cluster = {
         "type": "ray",
         "num_environment_workers": 2,
@@ -45,6 +46,7 @@ def written(folder: Path, num_batches: int, **sections: Any) -> tuple[Path, Path
         "max_restarts": 10,
         "controller_restarts": 10,
         "start_deadline_s": 120.0,
+        **more,
     }
     data = small_data(
         folder,
@@ -55,7 +57,6 @@ def written(folder: Path, num_batches: int, **sections: Any) -> tuple[Path, Path
         fleet={"num_engines": 2, "max_restarts": 10},
         rollout={"groups_per_batch": 4, "group_size": 4, "max_retries": 5},
         cluster=cluster,
-        **sections,
     )
     return write_toml(folder / "run.toml", data), folder / "run"
 
@@ -78,6 +79,38 @@ def test_every_role_dies_once_and_a_node_is_lost(nodes: Nodes, tmp_path: Path) -
         print_summary(run, 6, "each once")
     nodes.add(NUM_CPUS)
     assert_books_are_complete(run_dir, num_batches, 16)
+
+
+def test_a_dead_address_of_the_cluster_is_told_at_once(tmp_path: Path) -> None:
+    """Line 8: one clear error, nothing begun."""
+    toml, run_dir = written(tmp_path, 2, address="127.0.0.1:1")
+    ended = subprocess.run(
+        [ray_python(), "-m", "headrace.cli.main", "train", str(toml)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert "nobody listens at the Ray cluster's address '127.0.0.1:1'" in ended.stderr
+    assert not (run_dir / "run.json").exists()
+
+
+def test_a_run_that_the_cluster_has_no_room_for_says_what_it_needs(nodes: Nodes, tmp_path: Path) -> None:
+    """I19: not a wait for ever."""
+    toml, run_dir = written(tmp_path, 2, start_deadline_s=5.0, engine={"num_gpus": 1})
+    ended = subprocess.run(
+        [ray_python(), "-m", "headrace.cli.main", "train", str(toml)],
+        env=environment(RAY_ADDRESS=nodes.address),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert "did not have room for the run within 5 s: it needs 7 bundles with CPU 7, GPU 2 in all" in ended.stderr
+    assert not (run_dir / "run.json").exists()
 
 
 @pytest.mark.slow

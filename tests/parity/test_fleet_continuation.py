@@ -18,6 +18,8 @@ from headrace.engines import EngineError
 from headrace.engines.embedded import TransformersEngine
 from headrace.engines.fleet.fleet import FleetEngine
 from headrace.engines.fleet.flight import joined, rest_of
+from headrace.model.load import prepare_model
+from headrace.testing import tiny_tokenizer
 from headrace.types import Generation, GenerationRequest, PolicyVersion
 from headrace.weights import CopiedWeights
 
@@ -79,7 +81,9 @@ def test_without_the_offset_the_draws_would_repeat() -> None:
 
 def test_the_choice_of_routers_is_that_of_the_engine_that_sampled() -> None:
     """Router replay (R3): each token's experts come from the engine that sampled with them, once."""
-    model = sharp_model(architecture="qwen3_moe")
+    tokenizer = tiny_tokenizer("".join(chr(65 + i) for i in range(VOCAB - 9)))
+    made = sharp_model(architecture="qwen3_moe", norm_topk_prob=True, vocab_size=VOCAB, tied=False)
+    model = prepare_model(made, tokenizer).model
     asked = request("a", range(1, 9), seed=3, max_new_tokens=12)
 
     def engine() -> TransformersEngine:

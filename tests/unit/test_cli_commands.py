@@ -53,6 +53,12 @@ def result(config: RunConfig, *, stopped: bool = False) -> Any:
     )
 
 
+class RunFailed(HeadraceError):
+    """As ``headrace.run`` has it."""
+
+    part_lost = False
+
+
 def fake_loop(monkeypatch: pytest.MonkeyPatch, behaviour: Callable[[RunConfig], Any] = result) -> Loop:
     """Replaces ``headrace.run`` (and torch with it) by a record of how ``train`` was called."""
     calls: Loop = []
@@ -61,7 +67,7 @@ def fake_loop(monkeypatch: pytest.MonkeyPatch, behaviour: Callable[[RunConfig], 
         calls.append((config, resume_from))
         return behaviour(config)
 
-    monkeypatch.setitem(sys.modules, "headrace.run", SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "headrace.run", SimpleNamespace(train=train, RunFailed=RunFailed))
     return calls
 
 
@@ -107,7 +113,8 @@ def test_top_level_keys_are_those_of_the_schema() -> None:
     sections = {
         name
         for name, field in RunConfig.model_fields.items()
-        if name in ("tasks", "rewards", "gold", "critic", "supervised_data", "teacher", "engine")
+        if name
+        in ("tasks", "rewards", "gold", "critic", "supervised_data", "teacher", "engine", "cluster", "fleet", "launch")
         or (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
     }
     assert set(TOP_LEVEL_KEYS) == set(RunConfig.model_fields) - sections

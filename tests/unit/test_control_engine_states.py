@@ -70,6 +70,19 @@ def test_a_proof_of_another_version_than_it_holds_is_a_defect() -> None:
         states.proved(0, V1)
 
 
+def test_a_proof_of_an_older_version_does_not_begin_service() -> None:
+    """I6: proved, then given other weights before it served: it waits for the proof of those."""
+    states = EngineStates(Clock(), max_engine_lag=1)
+    states.published(V1)
+    states.begin(0)
+    states.started(0, V0)
+    states.proved(0, V0)
+    states.took(0, V1)
+    assert not states.serve(0)
+    states.proved(0, V1)
+    assert states.serve(0)
+
+
 def test_a_new_version_must_be_proved_again_or_follow_a_proof_of_this_incarnation() -> None:
     """I6, guards.canary_every: an engine that has passed a proof may go on without one; one that has not may not."""
     states = EngineStates(Clock())
@@ -232,7 +245,7 @@ def test_states_that_a_publish_must_reach() -> None:
     states.drain(3)
     states.failed(4, "crashed")
     assert states.holding() == (1, 2, 3)
-    assert states.in_state(EngineState.STARTING) == (0,)
+    assert states.state(0) is EngineState.STARTING
     assert states.left() == (0, 1, 2, 4)
 
 

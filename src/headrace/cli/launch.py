@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.child_process import how_it_ended
 from headrace.cli.common import add_command
 from headrace.errors import HeadraceError
 
@@ -54,7 +56,7 @@ def _launch(args: argparse.Namespace) -> int:
 
     command = mpirun_command(config.launch or LaunchConfig(), str(script))
     _require(command[0], args.target)
-    return subprocess.run(command, check=False).returncode  # as long as the run takes
+    return _told(command, subprocess.run(command, check=False).returncode)  # as long as the run takes
 
 
 def rendered(config: RunConfig, target: str) -> str:
@@ -77,17 +79,25 @@ def rendered(config: RunConfig, target: str) -> str:
 def _submit(command: list[str], text: str, target: str) -> int:
     _require(command[0], target)
     try:
-        return subprocess.run(command, input=text, text=True, check=False, timeout=SUBMIT_DEADLINE_S).returncode
+        ended = subprocess.run(command, input=text, text=True, check=False, timeout=SUBMIT_DEADLINE_S)
     except subprocess.TimeoutExpired:
         raise HeadraceError(
             f"{command[0]} had not taken the run after {SUBMIT_DEADLINE_S:g} s; see whether it is there before you "
             "submit it again"
         ) from None
+    return _told(command, ended.returncode)
+
+
+def _told(command: list[str], returncode: int) -> int:
+    """The exit status of ``headrace``; how the other program ended is said where it was not well."""
+    if returncode:
+        print(f"headrace: {command[0]} {how_it_ended(returncode)}", file=sys.stderr)
+    return 2 if returncode < 0 else returncode
 
 
 def _require(program: str, target: str) -> None:
     if shutil.which(program) is None:
         raise HeadraceError(
-            f"--target {target} needs {program}, which is not on the PATH; with --dry-run, headrace prints what you can "
-            "take to where it is"
+            f"--target {target} needs {program}, which is not on the PATH; with --dry-run, headrace prints what you "
+            "can take to where it is"
         )

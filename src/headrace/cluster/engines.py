@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headrace.cluster.boards import RayBoard, SharedMemoryBoard
 from headrace.cluster.remote_engine import RemoteEngine
 from headrace.cluster.spec import ActorSpec
 from headrace.cluster.workers import Workers
+from headrace.config.engines import TransformersEngineConfig
 from headrace.config.load import resolved
 from headrace.config.schema import RunConfig
+from headrace.engines.fleet.supervisor import StartEngine
 from headrace.protocols import Engine
-
-StartEngine = Callable[[int, int], Awaitable[Engine]]
 
 
 def engine_starter(workers: Workers, config: RunConfig, num_threads: int) -> StartEngine:
@@ -53,6 +52,9 @@ def _alone(config: RunConfig, num_threads: int) -> dict[str, Any]:
     """The configuration of one engine in a process of its own."""
     data: dict[str, Any] = resolved(config)
     data["engine"]["num_threads"] = num_threads
+    if isinstance(config.engine, TransformersEngineConfig):
+        data["engine"]["weights"] = "copy"  # the board brings new ones
+        data["engine"].pop("carrier", None)
     for section in ("fleet", "cluster", "parallel"):
         data.pop(section, None)
     return data

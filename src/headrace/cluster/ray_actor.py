@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from headrace.cluster.spec import ActorNotMade, ActorSpec, load_factory
 from headrace.errors import ConfigError
 
 HEAD_DEADLINE_S = 30.0
+LISTEN_DEADLINE_S = 5.0
 
 
 def import_ray() -> Any:
@@ -55,6 +57,7 @@ def connect(address: str | None, namespace: str) -> Any:
             'cluster.type = "ray", but neither cluster.address nor the environment\'s RAY_ADDRESS says where the '
             "cluster is; start one with `ray start --head`, and give its address"
         )
+    _check_listens(where)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     failure: list[BaseException] = []
 
@@ -75,6 +78,20 @@ def connect(address: str | None, namespace: str) -> Any:
             "Python has the cluster's version of Ray"
         )
     return ray
+
+
+def _check_listens(address: str) -> None:
+    """A dead address is told at once: ray.init would try it for long. Names without a port are Ray's to look up."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in address:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=LISTEN_DEADLINE_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"nobody listens at the Ray cluster's address {address!r} ({error.strerror or error}); is its head up, and "
+            "is this the address that `ray start --head` printed?"
+        ) from error
 
 
 class HostedActor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from headrace.config.cluster import InProcessCluster, RayCluster
+from headrace.config.engines import SglangEngineConfig, TransformersEngineConfig
 
 if TYPE_CHECKING:
     from headrace.config.schema import RunConfig
@@ -30,6 +31,12 @@ def cluster_problems(config: RunConfig) -> Iterator[str]:
                     f"cluster.{name} has no effect: there are no environment and no reward workers (engines have "
                     "fleet.max_restarts); remove it"
                 )
+    engine = config.engine
+    if counts["engine"] and isinstance(engine, TransformersEngineConfig) and engine.carrier.type != "memory":
+        yield (
+            f'engine.carrier.type = "{engine.carrier.type}" has no effect: with cluster.type = "{cluster.type}", '
+            "weights reach the engines by shared memory or Ray's object store; remove it"
+        )
     if isinstance(cluster, RayCluster):
         yield from _ray(cluster, counts)
 
@@ -60,9 +67,9 @@ def actor_counts(config: RunConfig) -> dict[str, int]:
     cluster = config.cluster
     if isinstance(cluster, InProcessCluster):
         return dict.fromkeys(("engine", "trainer", "environment", "reward"), 0)
-    fleet = getattr(config, "fleet", None)
+    has_servers = isinstance(config.engine, SglangEngineConfig)  # somebody else's processes, called from here
     return {
-        "engine": 0 if fleet is None else fleet.num_engines,
+        "engine": 0 if config.fleet is None or has_servers else config.fleet.num_engines,
         "trainer": config.parallel.world_size - 1 if isinstance(cluster, RayCluster) else 0,
         "environment": cluster.num_environment_workers,
         "reward": cluster.num_reward_workers,

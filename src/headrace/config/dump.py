@@ -33,7 +33,9 @@ def _section(section: BaseModel, values: Mapping[str, Any], prefix: str) -> Iter
             yield f"{comment}{name} = {_literal(values[name])}"
     for name, value in nested:
         if isinstance(value, BaseModel):
-            yield from ("", f"[{prefix}{name}]")
+            # A section that is named counts as set, so one that nobody set is a comment, like its keys.
+            comment = "" if name in section.model_fields_set or value.model_fields_set - {"type"} else "# "
+            yield from ("", f"{comment}[{prefix}{name}]")
             yield from _section(value, values[name], f"{prefix}{name}.")
         else:
             for item, item_values in zip(value, values[name], strict=True):

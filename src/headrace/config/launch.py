@@ -40,7 +40,7 @@ class LaunchConfig(Section):
     """After which the cluster ends the job."""
     queue: str | None = None
     """Kubernetes: of the batch scheduler; Slurm: the partition."""
-    secrets: tuple[SecretReference, ...] = ()
+    references: tuple[SecretReference, ...] = ()
     environment: dict[str, str] = Field(default_factory=dict)
     """Plain environment variables of every process (``NCCL_SOCKET_IFNAME``). No secrets."""
     image: str | None = None

@@ -8,8 +8,8 @@
 
 An engine serves once the version that it holds was proved (I6) and is at most ``max_engine_lag`` behind the
 controller's. That it was told to load weights proves nothing; neither does that it once served: a restarted engine is a
-new incarnation, of which nothing is known. ``guards.canary_every`` may make proofs rarer for an incarnation that has
-passed one; it never lets one serve that has passed none.
+new incarnation, of which nothing is known. ``guards.canary_every`` may make proofs rarer for one that serves already;
+it never lets one begin without.
 
 A dead engine starts again after a backoff that doubles with each death, at most ``max_restarts`` times within
 ``window_s``; then it is retired. Pure: the clock is injected, and whoever owns the engines does what this says.
@@ -147,9 +147,6 @@ class EngineStates:
         live = (EngineState.SYNCING, EngineState.SERVING, EngineState.DRAINING)
         return tuple(i for i, e in self._engines.items() if e.state in live)
 
-    def in_state(self, state: EngineState) -> tuple[int, ...]:
-        return tuple(i for i, e in self._engines.items() if e.state is state)
-
     def left(self) -> tuple[int, ...]:
         """Those that serve or may come to."""
         return tuple(i for i, e in self._engines.items() if not e.is_retired and not e.leaves)
@@ -212,11 +209,12 @@ class EngineStates:
         engine.proved = version
 
     def serve(self, index: int) -> bool:
-        """Let it take work where the rules allow it; says whether they do. An incarnation that has passed a proof may
-        go on with a version that was not proved: the caller decides how rare proofs are (guards.canary_every)."""
+        """Let it take work where the rules allow it; says whether they do. It begins with a proof of what it holds; one
+        that serves may go on with a version that was not proved, since the caller decides how rare proofs are
+        (guards.canary_every)."""
         engine = self._expect(index, EngineState.SYNCING, EngineState.SERVING, EngineState.DRAINING)
         if engine.state is EngineState.SYNCING:
-            if engine.proved is None or not self._is_recent(engine):
+            if not self.is_proved(index) or not self._is_recent(engine):
                 return False
             self._enter(index, EngineState.SERVING, f"version {engine.version} is proved")
         return engine.state is EngineState.SERVING and self._is_recent(engine)

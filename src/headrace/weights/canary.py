@@ -17,6 +17,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from headrace.errors import EngineLost, HeadraceError
 from headrace.protocols import Fleet, Probed
@@ -67,6 +68,8 @@ class Canary:
         self._prompt_ids = tuple(prompt_ids)
         self._bound = bound
         self._num_probes = 0
+        self._trainer_turn = asyncio.Lock()
+        """Engines are probed at the same time; the trainer's processes answer one question after the other."""
         self._results: list[CanaryResult] = []
         """Of engines that were proved since :meth:`prove` was last asked."""
 
@@ -83,11 +86,12 @@ class Canary:
     async def _prove_fleet(self, fleet: Fleet, version: PolicyVersion) -> CanaryResult:
         async def one(name: str, engine: Probed) -> None:
             try:
-                await self.prove_engine(engine, version, name=name)
+                await self.prove_engine(engine, version, name=name, trainer_checksums=trainer_checksums)
             except EngineLost:
                 return
             fleet.proved(name, version)
 
+        trainer_checksums = cache(self._trainer_checksums)  # the same for all
         members = await fleet.unproved()
         await asyncio.gather(*(one(*member) for member in members.items()))
         results, self._results = self._results, []  # those of engines that were proved one by one, too
@@ -115,15 +119,18 @@ class Canary:
         first = await engine.probe([cold, self._request(number, "kept", _KEPT_SALT)])
         second = await engine.probe([self._request(number, "warm", _KEPT_SALT)])  # after 'kept' has left its prompt
         generations = dict(zip(("cold", "kept", "warm"), [*first, *second], strict=True))
-        scored = await (score or self._score)([self._sample(kind, g) for kind, g in generations.items()])
-        gaps = {
-            kind: self._gap(generation, logprobs[len(self._prompt_ids) :])
-            for (kind, generation), logprobs in zip(generations.items(), scored, strict=True)
-        }
-        checksums = trainer_checksums or self._trainer_checksums
-        differing = [] if self._shares_weights else _differing(checksums(), engine.weight_checksums())
-        if differing or not all(gap <= self._bound for gap in gaps.values()):
-            differing = differing or _differing(checksums(), engine.weight_checksums())
+        async with self._trainer_turn:
+            scored = await (score or self._score)([self._sample(kind, g) for kind, g in generations.items()])
+            gaps = {
+                kind: self._gap(generation, logprobs[len(self._prompt_ids) :])
+                for (kind, generation), logprobs in zip(generations.items(), scored, strict=True)
+            }
+            checksums = trainer_checksums or self._trainer_checksums
+            differing = [] if self._shares_weights else _differing(checksums(), engine.weight_checksums())
+            is_near = all(gap <= self._bound for gap in gaps.values())
+            if not is_near and not differing:
+                differing = _differing(checksums(), engine.weight_checksums())
+        if differing or not is_near:
             raise SyncError(self._explain(name, version, gaps, differing))
         result = CanaryResult(
             version=version, max_gap=max(gaps.values()), num_tokens=sum(len(g.ids) for g in generations.values())

@@ -39,7 +39,8 @@ class _MovedOn(Exception):
 
 
 class TrainerCatchUp:
-    """``on_trainer`` runs a function on the trainer's thread; ``tensors`` names its weights."""
+    """``on_trainer`` runs a function on the trainer's thread; ``tensors``: the weights that travel; ``frozen``: those
+    that never change (the base of an adapter), which an engine has from its start."""
 
     def __init__(
         self,
@@ -47,10 +48,12 @@ class TrainerCatchUp:
         trainer: PublishedTrainer,
         tensors: Callable[[], Mapping[str, Tensor]],
         on_trainer: Callable[[Callable[[], T]], Awaitable[T]],
+        frozen: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._canary = canary
         self._trainer = trainer
         self._tensors = tensors
+        self._frozen = frozen
         self._on_trainer: Callable[[Callable[[], object]], Awaitable[object]] = on_trainer  # type: ignore[assignment]
 
     async def update(self) -> WeightUpdate | None:
@@ -80,7 +83,7 @@ class TrainerCatchUp:
                 update.version,
                 name=name,
                 score=score_samples,
-                trainer_checksums=lambda: checksums(tensors.items()),
+                trainer_checksums=lambda: checksums((*self._frozen().items(), *tensors.items())),
             )
         except _MovedOn:
             return False

@@ -50,7 +50,7 @@ def _problems(config: RunConfig, launch: LaunchConfig, target: Target) -> Iterat
     for key in _differences(values, redact(values), ""):
         yield (
             f"{key} holds a secret, which would be written into the manifest: take it out of the file and name it in "
-            "launch.secrets (variable, and where the cluster keeps it)"
+            "launch.references (variable, and where the cluster keeps it)"
         )
     if target == "kubernetes":
         yield from _kubernetes(config, launch)
@@ -62,10 +62,10 @@ def _problems(config: RunConfig, launch: LaunchConfig, target: Target) -> Iterat
         for name in ("queue", "account", "time_limit_s"):
             if name in launch.model_fields_set:
                 yield f"launch.{name} has no effect with --target mpirun, which asks nobody for nodes; remove it"
-    for secret in launch.secrets:
+    for secret in launch.references:
         if secret.name is not None or secret.key is not None:
             yield (
-                f"launch.secrets: name and key of {secret.variable} have no effect with --target {target}, which "
+                f"launch.references: name and key of {secret.variable} have no effect with --target {target}, which "
                 "passes the variable of your shell on; remove them"
             )
 
@@ -88,9 +88,9 @@ def _kubernetes(config: RunConfig, launch: LaunchConfig) -> Iterator[str]:
         yield f'launch.gang_scheduler = "{launch.gang_scheduler}" needs launch.queue'
     if launch.queue is not None and launch.gang_scheduler in ("none", "scheduler_plugins"):
         yield f'launch.queue has no effect: launch.gang_scheduler is "{launch.gang_scheduler}"; remove it'
-    for secret in launch.secrets:
+    for secret in launch.references:
         if secret.name is None:
-            yield f"launch.secrets: {secret.variable} has no name of a Secret object of the cluster"
+            yield f"launch.references: {secret.variable} has no name of a Secret object of the cluster"
     if launch.account is not None:
         yield "launch.account has no effect with --target kubernetes; remove it"
 

@@ -147,7 +147,7 @@ def _environment(launch: LaunchConfig) -> list[Manifest]:
                 "name": secret.variable,
                 "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key or secret.variable.lower()}},
             }
-            for secret in launch.secrets
+            for secret in launch.references
         ),
     ]
 

@@ -27,14 +27,14 @@ def slurm_script(config: RunConfig, launch: LaunchConfig) -> str:
 def mpirun_script(config: RunConfig, launch: LaunchConfig) -> str:
     """Run by ``mpirun``, one process a node; the first one is the head."""
     num = launch.num_nodes
-    passed = " ".join(f"-x {secret.variable}" for secret in launch.secrets)
+    passed = " ".join(f"-x {secret.variable}" for secret in launch.references)
     usage = f"mpirun -np {num} --map-by ppr:1:node --hostfile HOSTS {passed + ' ' if passed else ''}bash THIS_FILE"
     return "\n".join(["#!/bin/bash", f"# {usage}", *_prelude(config, launch), *_mpirun_body(config, num)]) + "\n"
 
 
 def mpirun_command(launch: LaunchConfig, script: str) -> list[str]:
-    """How :func:`mpirun_script` is started, apart from the hosts, which mpirun finds by itself or in its own options."""
-    passed = [part for secret in launch.secrets for part in ("-x", secret.variable)]
+    """How :func:`mpirun_script` is started, apart from the hosts, which mpirun finds by itself."""
+    passed = [part for secret in launch.references for part in ("-x", secret.variable)]
     return ["mpirun", "-np", str(launch.num_nodes), "--map-by", "ppr:1:node", *passed, "bash", script]
 
 
@@ -56,7 +56,7 @@ def _slurm_header(config: RunConfig, launch: LaunchConfig) -> Iterator[str]:
     yield "#SBATCH --requeue"
     yield "#SBATCH --open-mode=append"
     yield "#SBATCH --signal=B:TERM@120"
-    names = ",".join(["PATH", "HOME", "USER", "LANG", *(secret.variable for secret in launch.secrets)])
+    names = ",".join(["PATH", "HOME", "USER", "LANG", *(secret.variable for secret in launch.references)])
     yield f"#SBATCH --export={names}"
 
 
@@ -65,7 +65,7 @@ def _prelude(config: RunConfig, launch: LaunchConfig) -> Iterator[str]:
     yield "export RAY_USAGE_STATS_ENABLED=0"
     for name, value in launch.environment.items():
         yield f"export {name}={shlex.quote(value)}"
-    for secret in launch.secrets:
+    for secret in launch.references:
         yield f': "${{{secret.variable}:?is not set in the shell that started this}}"'
     folder = shlex.quote(str(config.output_dir))
     yield f"mkdir -p {folder}"
@@ -83,7 +83,7 @@ def _write_toml(config: RunConfig) -> Iterator[str]:
 def _joined(num_nodes: str) -> Iterator[str]:
     """Wait until all nodes are there, or end with a clear error."""
     yield "for ((second = 0; ; second += 5)); do"
-    yield '    joined=$(python3 -c \'import ray; ray.init(address="auto", log_to_driver=False, configure_logging=False); '
+    yield '    joined=$(python3 -c \'import ray; ray.init(address="auto", log_to_driver=False)'
     yield 'print(sum(node["Alive"] for node in ray.nodes()))\' 2>/dev/null || echo 0)'
     yield f'    [ "$joined" -ge "{num_nodes}" ] && break'
     yield f"    if [ $second -ge {JOIN_DEADLINE_S} ]; then"

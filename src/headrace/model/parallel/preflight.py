@@ -1,9 +1,9 @@
 """Before a run pays for it: every collective on every axis of the mesh, timed, and the rank that is slow named.
 
 A slow rank makes each collective of its groups slow for all of them, so times of collectives name nobody. What does:
-messages to and fro between neighbours of a group. A rank whose *best* link is still far slower than usual is slow
-itself; one with a slow link and a fast one has a slow neighbour. In a group of two both look alike, so each rank's own
-arithmetic is timed, too.
+messages to and fro between neighbours of each group. A rank whose *best* link is still far slower than usual is slow
+itself; one with a slow link and a fast one has a slow neighbour. Where there are two ranks in all, both look alike, so
+each rank's own arithmetic is timed, too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SlowRank:
 
     rank: int
     what: str
-    """``its own arithmetic``, or ``messages on axis tp``."""
+    """``its own arithmetic``, or ``its messages``."""
     factor: float
     """Times the median of all ranks."""
 
@@ -109,9 +109,11 @@ def preflight(
         for operation in OPERATIONS
     ]
     own = {"its own arithmetic": _median_s(calls.compute, num_repeats)}
+    links_s = []
     for axis, group in groups.items():
         with _named("messages", axis):
-            own[f"messages on axis {axis}"] = _best_link_s(calls, group, num_repeats)
+            links_s.append(_best_link_s(calls, group, num_repeats))
+    own["its messages"] = min(links_s)  # over all axes: a healthy rank has a healthy neighbour on some
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, {"own": own, "measurements": [asdict(m) for m in measurements]})
     return Preflight(
