@@ -229,15 +229,10 @@ def build_fleet(
             await vllm.start()
             return vllm
         if isinstance(config.engine, SglangEngineConfig) and folders is not None:
-<<<<<<< HEAD
             sglang = _build_sglang(config, config.engine, policy, held, template, folders, index)
             await sglang.start()
             return sglang
-        own = CopiedWeights(policy.loaded.model if template is None else template.model, held)
-=======
-            return _build_sglang(config, config.engine, policy, held, template, folders, index)
         own = CopiedWeights(policy.loaded.model if template is None else template.model, held, travels)
->>>>>>> main
         return build_engine(config, policy, held, own)
 
     starter: StartEngine = start
