@@ -229,10 +229,11 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--groups-per-batch", type=int, default=64)
     parser.add_argument("--max-staleness", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where the ledger is written; the system's temporary folder")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     num_batches = max(2, -(-args.episodes // (args.group_size * args.groups_per_batch)))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         config = restore_config(
             {
                 "output_dir": folder,
