@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.config.load import restore_config
 from headrace.config.schema import RunConfig
@@ -136,17 +136,26 @@ class BareParts(Parts):
         self.record.ledger_store.commit()
 
 
+class Sample(NamedTuple):
+    """After a batch."""
+
+    num_episodes: int
+    wall_s: float
+    processor_s: float
+    """Without what the disk's flushes wait for."""
+    resident_bytes: int
+
+
 class Counter:
     """Stands for the reporter: samples time and memory at every batch."""
 
     def __init__(self, batch_episodes: int) -> None:
         self._batch_episodes, self.num_episodes = batch_episodes, 0
-        self.samples: list[tuple[int, float, int]] = []
-        """(episodes, seconds of this process, resident bytes)."""
+        self.samples: list[Sample] = []
 
     def batch(self, batch: Any, attempted: Sequence[Episode], *_: Any) -> None:
         self.num_episodes += len(attempted)
-        self.samples.append((self.num_episodes, time.process_time(), resident_bytes()))
+        self.samples.append(Sample(self.num_episodes, time.perf_counter(), time.process_time(), resident_bytes()))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **keywords: None
@@ -199,8 +208,8 @@ async def prove(version: PolicyVersion) -> Any:
     return SimpleNamespace(max_gap=0.0)
 
 
-def run(config: RunConfig, folder: Path) -> tuple[list[tuple[int, float, int]], dict[str, int]]:
-    async def main() -> tuple[list[tuple[int, float, int]], dict[str, int]]:
+def run(config: RunConfig, folder: Path) -> tuple[list[Sample], dict[str, int]]:
+    async def main() -> tuple[list[Sample], dict[str, int]]:
         loop = Loop(parts(config, folder))
         with nothing_is_garbage_yet():  # as in a run
             await loop.run()
@@ -210,8 +219,8 @@ def run(config: RunConfig, folder: Path) -> tuple[list[tuple[int, float, int]], 
     return asyncio.run(main())
 
 
-def nearest(samples: Sequence[tuple[int, float, int]], num_episodes: int) -> tuple[int, float, int]:
-    return min(samples, key=lambda sample: abs(sample[0] - num_episodes))
+def nearest(samples: Sequence[Sample], num_episodes: int) -> Sample:
+    return min(samples, key=lambda sample: abs(sample.num_episodes - num_episodes))
 
 
 def main() -> None:
@@ -220,10 +229,11 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--groups-per-batch", type=int, default=64)
     parser.add_argument("--max-staleness", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where the ledger is written; the system's temporary folder")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     num_batches = max(2, -(-args.episodes // (args.group_size * args.groups_per_batch)))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         config = restore_config(
             {
                 "output_dir": folder,
@@ -245,11 +255,16 @@ def main() -> None:
         samples, books = run(config, Path(folder))
     early, last, first = nearest(samples, args.episodes // 10), samples[-1], samples[0]
     result = {
-        "num_episodes": last[0],
-        "episodes_per_s": (last[0] - first[0]) / (last[1] - first[1]),
+        "num_episodes": last.num_episodes,
+        "episodes_per_s": (last.num_episodes - first.num_episodes) / (last.wall_s - first.wall_s),
+        "episodes_per_processor_s": (last.num_episodes - first.num_episodes) / (last.processor_s - first.processor_s),
         "num_cores": 1,
         "books": books,
-        "resident_bytes": {"at_a_tenth": early[2], "at_the_end": last[2], "growth": last[2] - early[2]},
+        "resident_bytes": {
+            "at_a_tenth": early.resident_bytes,
+            "at_the_end": last.resident_bytes,
+            "growth": last.resident_bytes - early.resident_bytes,
+        },
         "num_tokens": NUM_TOKENS,
         "group_size": args.group_size,
         "groups_per_batch": args.groups_per_batch,
