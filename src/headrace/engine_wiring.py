@@ -226,7 +226,11 @@ def build_fleet(
         if isinstance(config.engine, VllmEngineConfig):
             weights_path = config.run_dir / "weights" / f"engine-{index}-{incarnation}"
             vllm = _build_vllm(config, config.engine, policy, held, template, log_path, weights_path)
-            await vllm.start()
+            try:
+                await vllm.start()
+            except BaseException:  # also where the run ends meanwhile: its server must not outlive it
+                await vllm.close()
+                raise
             return vllm
         if isinstance(config.engine, SglangEngineConfig) and folders is not None:
             return _build_sglang(config, config.engine, policy, held, template, folders, index)
