@@ -233,7 +233,7 @@ def build_fleet(
             vllm = _build_vllm(config, config.engine, policy, held, template, log_path, sender)
             try:
                 await vllm.start()
-            except BaseException:
+            except BaseException:  # also where the run ends meanwhile
                 await vllm.close()  # its process, and its hold on what it shares with the others
                 raise
             return vllm

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_runs import small_config
+from loop_runs import small_data
 from vllm_fixture import save_config, vllm_model, vllm_python
 
+from headrace.config.load import restore_config
 from headrace.config.schema import RunConfig
 from headrace.engines.fleet.fleet import FleetEngine
 from headrace.engines.vllm.client import VllmEngine
@@ -44,9 +45,10 @@ def settings(folder: Path, carrier: str) -> RunConfig:
         "trainer": {"num_batches": 14, "learning_rate": 2e-3, "schedule": {"type": "constant"}},
         "rollout": {"groups_per_batch": 8, "group_size": 8, "max_staleness": 1},
         "checkpoint": {"every": 0},
-        "model": {"path": str(path)},
     }
-    return small_config(folder, "run", **sections)
+    data = small_data(folder, "run", **sections)
+    data["model"] = {"path": str(path)}
+    return restore_config(data, "the test")
 
 
 @pytest.mark.timeout(280)
@@ -79,6 +81,8 @@ def test_a_run_outlives_kill_9_of_one_of_its_vllm_servers(tmp_path: Path, carrie
         beside = asyncio.create_task(kill(loop))
         try:
             await _run_watched(loop)
+            while len(fleet.states.serving()) < 2:  # a tiny run may be over before a server is up
+                await asyncio.sleep(0.2)
         finally:
             beside.cancel()
             await parts.close()

@@ -678,3 +678,31 @@ async def test_spans_say_where_each_second_went() -> None:
     assert found["engine-0", "starting"] == (0.0, 2.0)
     assert found["engine-0", "generate"] == (2.0, 9.0)
     assert {("engine-0", "pause"), ("engine-0", "update_weights"), ("engine-0", "resume")} <= found.keys()
+
+
+@virtual
+async def test_a_fleet_that_is_closed_during_a_start_lets_go_of_it() -> None:
+    """A server that was being started must not outlive the run; a burial that goes on is waited for, for a while."""
+    let_go: list[str] = []
+
+    async def start(index: int, incarnation: int) -> MortalEngine:
+        if incarnation == 0:
+            return MortalEngine(telling("abcdef"))
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.5)
+            let_go.append("the start")
+            raise
+        raise AssertionError
+
+    fleet = await proved(make_fleet(start, num_engines=2))  # type: ignore[arg-type]
+    dying = fleet.supervisor.members[0].engine
+    assert isinstance(dying, MortalEngine)
+    dying.die()
+    await fleet.supervisor._check(fleet.supervisor.members[0])
+    await asyncio.sleep(5.0)
+    assert fleet.states.state(0) is EngineState.STARTING
+    await fleet.close()
+    assert let_go == ["the start"]
+    assert dying.is_closed

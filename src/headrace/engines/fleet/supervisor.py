@@ -64,6 +64,8 @@ class Supervisor:
         self._publishes = 0
         self._published = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._starts: set[asyncio.Task[Engine]] = set()
+        self._burials: set[asyncio.Task[None]] = set()
         self._joining: set[Member] = set()
         self._num_added = 0
         self._buckets_thread: DaemonThread | None = None
@@ -104,7 +106,7 @@ class Supervisor:
         self._fleet.tally.event(f"starting {name_of(index)} (start {incarnation + 1})", "num_starts")
         try:
             engine = await await_with_deadline(
-                self._started(index, incarnation),
+                self._start_task(index, incarnation),
                 watchdog=self._fleet.watchdog,
                 waiter="fleet",
                 on=name_of(index),
@@ -125,8 +127,14 @@ class Supervisor:
         if may_join:
             self.join_later(member)
 
-    async def _started(self, index: int, incarnation: int) -> Engine:
-        return await self._start(index, incarnation)
+    def _start_task(self, index: int, incarnation: int) -> asyncio.Task[Engine]:
+        async def start() -> Engine:
+            return await self._start(index, incarnation)
+
+        task = asyncio.get_running_loop().create_task(start(), name=f"headrace-fleet-begin-{index}")
+        self._starts.add(task)
+        task.add_done_callback(self._starts.discard)
+        return task
 
     # --------------------------------------------------------------------------------------------- joins
 
@@ -247,9 +255,10 @@ class Supervisor:
     def _lost(self, member: Member, why: str) -> None:
         """A member is gone: its requests hand over what they have, and it is closed, beside everything else."""
         self.members.pop(member.index, None)
-        self._spawn(
-            self._bury(member, self._fleet.router.on_engine(member.index)), f"headrace-fleet-bury-{member.index}"
-        )
+        work = self._bury(member, self._fleet.router.on_engine(member.index))
+        burial = asyncio.get_running_loop().create_task(work, name=f"headrace-fleet-bury-{member.index}")
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
         self._forget(member)
         self._died(member.index, why)
 
@@ -338,11 +347,14 @@ class Supervisor:
             self._fleet.fail(EngineError(f"the fleet failed in {task.get_name()}: {described(error)}"))
 
     async def close(self) -> None:
-        for task in list(self._tasks):
+        """Whoever starts an engine lets go of it where it is cancelled, and burials are let end; all of it bounded."""
+        for task in (*self._tasks, *self._starts):
             task.cancel()
-        members = list(self.members.values())
+        members, last = list(self.members.values()), [*self._starts, *self._burials]
         for member in members:
             member.lost.set()
         await asyncio.gather(*(self._close(member) for member in members))
+        if last:
+            await asyncio.wait(last, timeout=BURIAL_S)
         if self._buckets_thread is not None:
             self._buckets_thread.stop()
