@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
@@ -68,6 +68,14 @@ class EpisodeRunner:
     max_turns: int = 1
     generation_deadline_s: float = 600.0
     episode_deadline_s: float = 1800.0
+    _stopping: dict[Sampling, Sampling] = field(default_factory=dict, init=False)
+
+    def stopping(self, sampling: Sampling) -> Sampling:
+        """With the renderer's stop ids, where there is one. A run has two or three samplings and very many episodes."""
+        if sampling not in self._stopping:
+            own_stops = () if self.renderer is None else self.renderer.stop_ids
+            self._stopping[sampling] = replace(sampling, stop_ids=tuple({*sampling.stop_ids, *own_stops}))
+        return self._stopping[sampling]
 
     async def run(
         self,
@@ -125,8 +133,7 @@ class _Play:
         self.key = key
         self.task = task
         self.stream = stream
-        own_stops = () if runner.renderer is None else runner.renderer.stop_ids
-        self.sampling = replace(sampling, stop_ids=tuple({*sampling.stop_ids, *own_stops}))
+        self.sampling = runner.stopping(sampling)
         self.turns: list[Turn] = []
         self.segments: list[Segment] = []
         self.history: list[Message] = []

@@ -207,7 +207,12 @@ class SglangEngine:
 
     def stats(self) -> EngineStats:
         num_running = sum(flight.rid is not None for flight in self._flights.values())
-        return EngineStats(num_running=num_running, num_waiting=len(self._flights) - num_running, **self._counts)
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=len(self._flights) - num_running,
+            max_running=self._config.max_concurrent,
+            **self._counts,
+        )
 
     def weight_checksums(self) -> Mapping[str, str]:
         """Of the bits in the files that the server has read. That it computes with them is what its own checksum, which
