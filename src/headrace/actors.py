@@ -45,8 +45,7 @@ def engine(config: Mapping[str, Any], inherited_fd: int | None = None) -> Engine
     from headrace.cluster.boards import SharedMemoryInbox, receive_from_ray
     from headrace.cluster.remote_engine import EngineActor
     from headrace.config.load import restore_config
-    from headrace.engine_wiring import build_engine
-    from headrace.types import NO_VERSION
+    from headrace.engine_wiring import NO_VERSION, build_engine
 
     run = restore_config(dict(config), "the controller")
     policy = load_policy(run)
