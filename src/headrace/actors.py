@@ -45,8 +45,7 @@ def engine(config: Mapping[str, Any], inherited_fd: int | None = None) -> Engine
     from headrace.cluster.boards import SharedMemoryInbox, receive_from_ray
     from headrace.cluster.remote_engine import EngineActor
     from headrace.config.load import restore_config
-    from headrace.engine_wiring import build_engine
-    from headrace.types import NO_VERSION
+    from headrace.engine_wiring import NO_VERSION, build_engine
 
     run = restore_config(dict(config), "the controller")
     policy = load_policy(run)
@@ -77,21 +76,25 @@ class Controller:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self._controls: Controls | None = None
+        self._is_stopped = False
 
     async def run(self, resume_from: str | None) -> dict[str, Any]:
-        """``{"ended": "done" | "stopped" | "failed" | "lost", "message": str}``: see ``supervise.Ending``."""
+        """``{"ended": "done" | "stopped" | "failed" | "lost", "message": str}``: see ``supervise.Ending``. All of it on
+        a thread, imports too: heartbeats are answered meanwhile."""
+        return await asyncio.to_thread(self._train, resume_from)
+
+    def _train(self, resume_from: str | None) -> dict[str, Any]:
         from headrace.config.load import restore_config
         from headrace.errors import HeadraceError
         from headrace.run import Controls, RunFailed, train
 
         self._controls = Controls()
+        if self._is_stopped:
+            self._controls.stop()
+        config = restore_config(dict(self._config), "the supervisor")
         try:
-            result = await asyncio.to_thread(
-                train,
-                restore_config(dict(self._config), "the supervisor"),
-                resume_from=None if resume_from is None else Path(resume_from),
-                controls=self._controls,
-            )
+            path = None if resume_from is None else Path(resume_from)
+            result = train(config, resume_from=path, controls=self._controls)
         except HeadraceError as error:
             lost = isinstance(error, RunFailed) and error.part_lost
             return {"ended": "lost" if lost else "failed", "message": str(error)}
@@ -103,6 +106,7 @@ class Controller:
 
     def stop(self) -> None:
         """Ask the run to end at its next safe point."""
+        self._is_stopped = True
         if self._controls is not None:
             self._controls.stop()
 

@@ -37,7 +37,7 @@ from headrace.errors import ConfigError
 from headrace.model.load import ADAPTER_NAME
 from headrace.model.paths import resolve_model_path
 from headrace.protocols import Engine, WeightUpdate
-from headrace.types import NO_VERSION, PolicyVersion
+from headrace.types import PolicyVersion
 from headrace.weights.carried import CarriedWeights
 from headrace.weights.carrier import WeightSender
 from headrace.weights.checksums import named_parameters
@@ -49,6 +49,9 @@ from headrace.weights.senders import make_sender
 from headrace.weights.shared_memory import SharedMemorySender
 from headrace.weights.shared_sender import SharedSender
 from headrace.weights.streamed import StreamedWeights
+
+NO_VERSION = PolicyVersion(-1, 0)
+"""Of weights that were never published: older than every version."""
 
 
 def num_threads(config: RunConfig) -> tuple[int, int]:

@@ -34,10 +34,6 @@ class PolicyVersion(NamedTuple):
         return f"{self.lineage}.{self.number}"
 
 
-NO_VERSION = PolicyVersion(-1, 0)
-"""Of weights that were never published: older than every version."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One problem for the policy.

@@ -20,13 +20,13 @@ from loop_runs import small_data, write_toml
 
 NUM_CPUS = 5
 """Of each node: two nodes have room for the run, so that one may be lost."""
-END_DEADLINE_S = 400.0
+END_DEADLINE_S = 900.0
 GOES_ON = ("environment", "reward", "engine")
 """A run outlives these; for the others it resumes from its newest checkpoint."""
 
 pytestmark = [
     pytest.mark.skipif(ray_python() is None, reason="no Ray here: make setup-ray"),
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(1800),
 ]
 
 
