@@ -110,6 +110,7 @@ bench: setup setup-bench  ## headrace against TRL, the engine against generate()
 	$(BIN)/python benchmarks/engine.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/trainer.py --model "$$($(MODEL_PATH))"
 	$(BIN)/python benchmarks/bookkeeping.py
+	$(BIN)/python benchmarks/weights.py
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/versus_trl.py --model "$$($(MODEL_PATH))" --trl-python $(BENCH_VENV)/bin/python $(ARGS)
 

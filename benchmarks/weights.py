@@ -89,7 +89,7 @@ class Route:
 
     def __init__(self, name: str, model: nn.Module, sender: Any, carrier: Any) -> None:
         self.name = name
-        self._model = model
+        self.model = model
         self._sender = sender
         self._carrier = carrier
         self.seconds: list[float] = []
@@ -98,7 +98,7 @@ class Route:
 
     def send(self, version: PolicyVersion) -> None:
         """Once, timed; the engine's copy must have the bits afterwards."""
-        tensors: dict[str, Tensor] = dict(named_parameters(self._model))
+        tensors: dict[str, Tensor] = dict(named_parameters(self.model))
         update = WeightUpdate(version=version, tensors=tensors)
         if self.name == "streamed":
             update = WeightUpdate(version=version, buckets=lambda: iter([{n: t} for n, t in tensors.items()]))
@@ -138,11 +138,13 @@ def routes(model: nn.Module, names: list[str], folder: Path) -> Iterator[list[Ro
             if name in makers:
                 sender = makers[name]()
                 stack.callback(sender.close)
-                carrier: Any = CarriedWeights(model, V0, make_receiver(sender.receiver), sender)
+                # A model of its own where everything changes: the others publish what a step changes.
+                own = copy.deepcopy(model) if name == "delta_dense" else model
+                carrier: Any = CarriedWeights(own, V0, make_receiver(sender.receiver), sender)
             else:
-                sender = None
+                sender, own = None, model
                 carrier = CopiedWeights(model, V0) if name == "copied" else StreamedWeights(copy.deepcopy(model), V0)
-            made.append(Route(name, model, sender, carrier))
+            made.append(Route(name, own, sender, carrier))
         yield made
 
 
@@ -161,7 +163,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             copies_s.append(memory.time_s())
             for route in made:
                 if route.name == "delta_dense":
-                    change(model, 1.0, number)
+                    change(route.model, 1.0, number)
                 route.send(PolicyVersion(0, number + 1))
             print(number, json.dumps({route.name: round(route.seconds[-1], 4) for route in made}), flush=True)
     copy_s = statistics.median(copies_s[1:])

@@ -43,14 +43,15 @@ class Nodes:
     """A Ray cluster of several nodes on this machine."""
 
     def __init__(self, num_nodes: int, num_cpus: int, log: Path) -> None:
-        self._process = subprocess.Popen(
-            [ray_python(), str(TESTS / "ray_nodes.py"), str(num_nodes), str(num_cpus)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            env=environment(),
-        )
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [ray_python(), str(TESTS / "ray_nodes.py"), str(num_nodes), str(num_cpus)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env=environment(),
+            )
         said = json.loads(self._process.stdout.readline())
         self.address: str = said["address"]
         self.nodes: list[str] = said["nodes"]
@@ -83,13 +84,14 @@ class Run:
 
     def __init__(self, toml: Path, run_dir: Path, nodes: Nodes, log: Path) -> None:
         self.run_dir, self._log = run_dir, log
-        self._process = subprocess.Popen(
-            [ray_python(), "-m", "headrace.cli.main", "train", str(toml), "--supervise"],
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            env=environment(RAY_ADDRESS=nodes.address, HF_HUB_OFFLINE="1"),
-            start_new_session=True,
-        )
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [ray_python(), "-m", "headrace.cli.main", "train", str(toml), "--supervise"],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment(RAY_ADDRESS=nodes.address, HF_HUB_OFFLINE="1"),
+                start_new_session=True,
+            )
 
     @property
     def output(self) -> str:

@@ -144,9 +144,10 @@ def forget_a_tensor() -> None:
     receive, victim = CopiedWeights.receive, "model.layers.1.mlp.up_proj.weight"
 
     def forgetful(self: Any, update: Any) -> None:
-        kept = self._parameters[victim].clone()
+        parameter = self.model.get_parameter(victim)
+        kept = parameter.clone()
         receive(self, update)
         with torch.no_grad():
-            self._parameters[victim].copy_(kept)
+            parameter.copy_(kept)
 
     CopiedWeights.receive = forgetful

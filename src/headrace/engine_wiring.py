@@ -39,6 +39,7 @@ from headrace.model.paths import resolve_model_path
 from headrace.protocols import Engine, WeightUpdate
 from headrace.types import NO_VERSION, PolicyVersion
 from headrace.weights.carried import CarriedWeights
+from headrace.weights.carrier import WeightSender
 from headrace.weights.checksums import named_parameters
 from headrace.weights.inprocess import CopiedWeights, SharedWeights, WeightUpdateError
 from headrace.weights.model_folder import ModelFolders
@@ -46,6 +47,7 @@ from headrace.weights.parameters import adapter_travels, all_travel
 from headrace.weights.receivers import make_receiver
 from headrace.weights.senders import make_sender
 from headrace.weights.shared_memory import SharedMemorySender
+from headrace.weights.shared_sender import SharedSender
 from headrace.weights.streamed import StreamedWeights
 
 
@@ -106,14 +108,14 @@ def _build_vllm(
     version: PolicyVersion,
     carrier: StreamedWeights | CarriedWeights | CopiedWeights | None,
     log_path: Path | None,
-    weights_path: Path | None = None,
+    sender: WeightSender | None = None,
 ) -> VllmEngine:
     """It starts from the weights of ``carrier``, else from the trainer's own: they are read at the first call, which
-    the loop makes before any optimizer step."""
+    the loop makes before any optimizer step. ``sender``: shared with other engines, in place of one of its own."""
     engine_threads, _ = num_threads(config)
     engine = engine.model_copy(update={"num_threads": engine_threads})
     model = carrier.model if carrier is not None else policy.loaded.model
-    sender = make_sender(engine.carrier, weights_path or config.run_dir / "weights")
+    sender = sender or make_sender(engine.carrier, config.run_dir / "weights")
     tensors, once, frozen = named_parameters(model), None, None
     if config.model.lora is not None:
         base = {name: tensor for name, tensor in tensors.items() if not adapter_travels(name)}
@@ -219,14 +221,21 @@ def build_fleet(
     carries engines in processes of their own."""
 
     folders = model_folders(config, config.engine) if isinstance(config.engine, SglangEngineConfig) else None
+    shared: SharedSender | None = None
+    if isinstance(config.engine, VllmEngineConfig) and config.engine.carrier.type in ("file", "delta"):
+        shared = SharedSender(make_sender(config.engine.carrier, config.run_dir / "weights"))
     travels = all_travel if config.model.lora is None else adapter_travels
 
     async def start(index: int, incarnation: int) -> Engine:
         held, log_path = version if incarnation == 0 else NO_VERSION, run_path / f"engine-{index}.log"
         if isinstance(config.engine, VllmEngineConfig):
-            weights_path = config.run_dir / "weights" / f"engine-{index}-{incarnation}"
-            vllm = _build_vllm(config, config.engine, policy, held, template, log_path, weights_path)
-            await vllm.start()
+            sender = None if shared is None else shared.handle()
+            vllm = _build_vllm(config, config.engine, policy, held, template, log_path, sender)
+            try:
+                await vllm.start()
+            except BaseException:
+                await vllm.close()  # its process, and its hold on what it shares with the others
+                raise
             return vllm
         if isinstance(config.engine, SglangEngineConfig) and folders is not None:
             sglang = _build_sglang(config, config.engine, policy, held, template, folders, index)

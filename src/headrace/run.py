@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -119,9 +120,21 @@ async def _run(parts: Parts, controls: Controls) -> Loop:
     )
     loop = Loop(parts)
     controls.attach(loop)
-    with _stop_on_signals(loop):
+    with _stop_on_signals(loop), nothing_is_garbage_yet():
         await _run_watched(loop)
     return loop
+
+
+@contextmanager
+def nothing_is_garbage_yet() -> Iterator[None]:
+    """What exists before the loop starts (modules, the model) is not looked through at every collection: with torch
+    imported these are a million objects, and the loop makes many small ones."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 async def _run_watched(loop: Loop) -> None:

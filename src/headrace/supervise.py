@@ -197,11 +197,15 @@ class RayController:
         self._made = make(self._actor, spec)
         self._resume_from = None if resume_from is None else str(resume_from.absolute())
         self._run: Any = None
+        self._num_stops = 0
         self._started_s = time.monotonic()
         self._heartbeat: Any = None
         self._heartbeat_since_s = self._started_s
 
     def poll(self) -> Ending | None:
+        if self._num_stops > 1:
+            self._ray.kill(self._actor, no_restart=True)
+            return Ending("stopped", "left at once, without a checkpoint")
         pending = self._made if self._run is None else self._run
         ended, _ = self._ray.wait([pending], timeout=0)
         if not ended:
@@ -215,12 +219,16 @@ class RayController:
         if self._run is None:
             self._place = value
             self._run = self._actor.invoke.remote("run", self._resume_from)
+            if self._num_stops:
+                self._actor.invoke.remote("stop")
             return None
         self._ray.kill(self._actor, no_restart=True)
         return Ending(value["ended"], value["message"])
 
     def stop(self) -> None:
-        self._actor.invoke.remote("stop")
+        self._num_stops += 1
+        if self._run is not None:
+            self._actor.invoke.remote("stop")
 
     def _value(self, reference: Any) -> tuple[str, Any]:
         """What a call that has ended came to; ("lost", why) where the actor is gone."""

@@ -29,7 +29,7 @@ def there_is_vllm() -> None:
     vllm_python()
 
 
-def settings(folder: Path) -> RunConfig:
+def settings(folder: Path, carrier: str) -> RunConfig:
     tokenizer = tiny_tokenizer(SMALL_ALPHABET)
     model = vllm_model(vocab_size=len(tokenizer), initializer_range=0.02, max_context=64)
     path = folder / "model"
@@ -38,7 +38,8 @@ def settings(folder: Path) -> RunConfig:
     tokenizer.save_pretrained(path)
     sections: dict[str, Any] = {
         "rewards": [{"type": f"{Path(__file__).with_name('vllm_reward.py')}:share_of_letters"}],
-        "engine": {"type": "vllm", "max_batch_size": 16, "kv_cache_bytes": 1 << 26, "num_threads": 1},
+        "engine": {"type": "vllm", "max_batch_size": 16, "kv_cache_bytes": 1 << 26, "num_threads": 1}
+        | {"carrier": {"type": carrier}},
         "fleet": {"num_engines": 2, "restart_backoff_s": 0.5, "health_every_s": 2.0},
         "trainer": {"num_batches": 14, "learning_rate": 2e-3, "schedule": {"type": "constant"}},
         "rollout": {"groups_per_batch": 8, "group_size": 8, "max_staleness": 1},
@@ -49,10 +50,12 @@ def settings(folder: Path) -> RunConfig:
 
 
 @pytest.mark.timeout(280)
-def test_a_run_outlives_kill_9_of_one_of_its_vllm_servers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("carrier", ["memory", "delta"])
+def test_a_run_outlives_kill_9_of_one_of_its_vllm_servers(tmp_path: Path, carrier: str) -> None:
     """Issue 4: partial tokens go on at the other server, each with its version; the dead one starts again, is given the
-    published weights, is proved, and serves; the books are complete and the reward rises."""
-    parts = build_parts(settings(tmp_path), resume_from=None)
+    published weights, is proved, and serves; the books are complete and the reward rises. With differences, both
+    servers read what was published once, and the one that starts again begins with the newest of that."""
+    parts = build_parts(settings(tmp_path, carrier), resume_from=None)
     fleet = parts.engine
     assert isinstance(fleet, FleetEngine)
     killed: list[int] = []

@@ -13,6 +13,7 @@ from crd_schema import schema, shared_data, violations
 
 from headrace.cli.launch import rendered
 from headrace.cli.main import main
+from headrace.config.checks import check_config
 from headrace.config.dump import dump_toml
 from headrace.config.load import load_config, restore_config
 from headrace.config.schema import RunConfig
@@ -121,6 +122,7 @@ def test_secrets_are_references_and_the_runs_file_reads_back(tmp_path: Path) -> 
     toml = tmp_path / "run.toml"
     toml.write_text(objects(made)["ConfigMap"]["data"]["run.toml"])
     assert load_config(toml) == made.model_copy(update={"launch": None})
+    check_config(load_config(toml))  # which the run does before anything else
 
 
 def test_the_gateway_leads_to_the_head() -> None:

@@ -129,6 +129,10 @@ def config(**sections: Any) -> RunConfig:
             {"engine": {"type": "vllm", "mode": "in_process"}, "parallel": {"dp_shard": 2}},
             "the process group of the process that they share",
         ),
+        (
+            {"engine": {"type": "vllm", "mode": "in_process"}, "fleet": {"num_engines": 2}},
+            "fleet.num_engines = 2 with engine.mode = .in_process.: a process holds one vLLM",
+        ),
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p = 0.9 without sampling.top_k"),
         ({"sampling": {"temperature": 2.5}}, "sampling.temperature = 2.5: vLLM takes 2 at most"),
         ({"engine": {"type": "vllm", "kv_policy": "keep"}}, "engine.kv_policy has no effect"),

@@ -45,6 +45,9 @@ class Sender:
     def transfer(self) -> None:
         self.num_transfers += 1
 
+    def latest(self) -> WeightUpdate | None:
+        return None
+
     def close(self) -> None:
         self.file.close()
 

@@ -10,6 +10,7 @@ import pytest
 from headrace.control.samples import samples_from_episode
 from headrace.control.watchdog import Watchdog
 from headrace.environments.runner import EpisodeRunner, attempt_seed
+from headrace.errors import PartLost
 from headrace.protocols import EngineCapabilities, Observation
 from headrace.scripted import (
     END,
@@ -183,6 +184,12 @@ def test_an_environment_that_raises_is_an_environment_error(call: str) -> None:
     assert episode.outcome is Outcome.ENVIRONMENT_ERROR and episode.outcome.is_failure
     assert episode.error == f"{call} of single_turn: OSError: {call} failed as scripted"
     assert environment.num_closed == 1
+
+
+def test_an_environment_whose_worker_is_gone_is_the_machinerys_failure() -> None:
+    """F106: the environment itself did nothing wrong."""
+    episode = play(ScriptedEnvironment(["more", PartLost("its worker was killed")]))
+    assert episode.outcome is Outcome.INFRASTRUCTURE_ERROR and "its worker was killed" in str(episode.error)
 
 
 def test_an_environment_that_raises_in_a_later_turn_keeps_what_was_sampled() -> None:

@@ -22,6 +22,7 @@ from headrace.weights.carrier import Subscription
 from headrace.weights.delta import DeltaError, Difference, apply, difference
 from headrace.weights.file import DeltaSender, FileSender
 from headrace.weights.receivers import make_receiver
+from headrace.weights.shared_sender import SharedSender
 from headrace.weights.store import StoreReceiver, versions_in
 
 V0, V1, V2, V3 = (PolicyVersion(0, n) for n in range(4))
@@ -378,6 +379,32 @@ def test_an_engine_of_several_is_fed_by_manifests(delta: DeltaSender) -> None:
         subscription.send(update(1, {}), None)
     subscription.close()
     delta.send(update(1, model(1 << 8)), None)
+
+
+def test_engines_share_one_sender(folder: Path) -> None:
+    """F85: two engines send the same update: it is published once. The last handle that closes lets the folder go; an
+    engine that is started anew takes it again, finds what was published, and nothing of it is removed."""
+    shared = SharedSender(DeltaSender(folder))
+    first, second = shared.handle(), shared.handle()
+    tensors = model(1 << 10)
+    assert first.latest() is None and first.receiver == shared.sender.receiver and first.inherit == ()
+    manifest = first.send(update(1, tensors), None)
+    written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert second.send(update(1, tensors), V0) == manifest
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
+    with pytest.raises(WeightUpdateError, match="with other bits under the same version"):
+        second.send(update(1, stepped(tensors, 0.1, 1)), None)
+    first.close()
+    assert (folder / "sender.lock").exists()
+    second.close()
+    second.close()
+    assert not (folder / "sender.lock").exists()
+    third = shared.handle()
+    assert third.latest() == WeightUpdate(version=V1, manifest=manifest)
+    third.send(update(2, stepped(tensors, 0.01, 2)), None)
+    assert versions_in(folder) == [V1, V2] and (folder / "sender.lock").exists()
+    third.transfer()
+    third.close()
 
 
 def test_unknown_carriers_are_refused() -> None:

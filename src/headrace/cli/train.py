@@ -105,15 +105,15 @@ def _supervise(config: RunConfig, arguments: list[str], *, is_resume: bool = Fal
 
 
 def _run(config: RunConfig, args: argparse.Namespace, resume_from: Path | None) -> int:
-    from headrace.run import RunFailed, train
+    from headrace.run import train
 
     args.run_dir = config.run_dir
     if args.supervised is not None:
         die_with_parent(args.supervised)
     try:
         result = train(config, resume_from=resume_from)
-    except RunFailed as error:
-        if args.supervised is None or not error.part_lost:
+    except HeadraceError as error:
+        if args.supervised is None or not getattr(error, "part_lost", False):
             raise
         print(f"headrace: error: {error}", file=sys.stderr)
         return EXIT_LOST

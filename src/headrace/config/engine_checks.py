@@ -46,6 +46,11 @@ def _vllm(config: RunConfig, engine: VllmEngineConfig) -> Iterator[str]:
                 'engine.python has no effect: with engine.mode = "in_process", vLLM runs in the Python that runs '
                 "headrace; remove it"
             )
+        if config.fleet is not None and config.fleet.num_engines > 1:
+            yield (
+                f'fleet.num_engines = {config.fleet.num_engines} with engine.mode = "in_process": a process holds one '
+                'vLLM; use mode = "server"'
+            )
         if config.parallel.world_size > 1:
             yield (
                 f'engine.mode = "in_process" with {config.parallel.world_size} processes: vLLM and the trainer would '

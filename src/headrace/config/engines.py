@@ -163,7 +163,7 @@ def carrier_problems(engine: TransformersEngineConfig | VllmEngineConfig, num_pr
     """Of ``engine.carrier`` beside the rest. ``num_processes``: of the trainer; several share no weights."""
     is_here = isinstance(engine, TransformersEngineConfig) or engine.mode == "in_process"
     if engine.shares_weights and num_processes == 1:
-        if "carrier" in engine.model_fields_set and engine.carrier.model_fields_set:  # an empty table sets nothing
+        if engine.carrier.model_fields_set:  # an empty section is what dump.py writes for the default
             yield (
                 'engine.carrier has no effect: engine.weights = "shared", so nothing travels; set engine.weights = '
                 '"copy", or remove it'

@@ -177,7 +177,7 @@ class GroupAssembler:
             raise GroupingError(
                 f"episode {key} is not open in its group: it was added before, or a later retry replaced it"
             )
-        if episode.task.content_hash != group.task.content_hash:
+        if not episode.task.is_same(group.task):
             raise GroupingError(
                 f"episode {key} is of task {episode.task.id}, its group of task {group.task.id}: joined by a wrong id"
             )

@@ -14,10 +14,11 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from headrace.control.watchdog import DeadlineError, Watchdog, await_with_deadline
+from headrace.errors import PartLost
 from headrace.protocols import ChatEngine, ChatRequest, Clock, Engine, Environment, Renderer
 from headrace.types import (
     AttemptKey,
@@ -67,6 +68,14 @@ class EpisodeRunner:
     max_turns: int = 1
     generation_deadline_s: float = 600.0
     episode_deadline_s: float = 1800.0
+    _stopping: dict[Sampling, Sampling] = field(default_factory=dict, init=False)
+
+    def stopping(self, sampling: Sampling) -> Sampling:
+        """With the renderer's stop ids, where there is one. A run has two or three samplings and very many episodes."""
+        if sampling not in self._stopping:
+            own_stops = () if self.renderer is None else self.renderer.stop_ids
+            self._stopping[sampling] = replace(sampling, stop_ids=tuple({*sampling.stop_ids, *own_stops}))
+        return self._stopping[sampling]
 
     async def run(
         self,
@@ -124,8 +133,7 @@ class _Play:
         self.key = key
         self.task = task
         self.stream = stream
-        own_stops = () if runner.renderer is None else runner.renderer.stop_ids
-        self.sampling = replace(sampling, stop_ids=tuple({*sampling.stop_ids, *own_stops}))
+        self.sampling = runner.stopping(sampling)
         self.turns: list[Turn] = []
         self.segments: list[Segment] = []
         self.history: list[Message] = []
@@ -299,6 +307,8 @@ class _Play:
             )
         except DeadlineError as error:
             raise _EpisodeEnd(Outcome.TIMEOUT, str(error)) from error
+        except PartLost as error:  # its worker is gone, and the environment did nothing wrong
+            raise _EpisodeEnd(Outcome.INFRASTRUCTURE_ERROR, self._environment_error(what, error)) from error
         except Exception as error:
             raise _EpisodeEnd(Outcome.ENVIRONMENT_ERROR, self._environment_error(what, error)) from error
 

@@ -100,9 +100,10 @@ def _all_lives(plan: Scenario, outcome: Outcome) -> None:
         except BaseException:
             life.bury()
             raise
+        finally:
+            outcome.num_checks += life.monitor.num_checks
         outcome.lives.append(end)
         outcome.log.append(f"-------- life {number}: {end}")
-        outcome.num_checks += life.monitor.num_checks
         if end == "finished":
             outcome.weights = life.trainer.weights
             outcome.num_failed = life.ledger.summary()["failed"]

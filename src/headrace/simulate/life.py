@@ -268,6 +268,8 @@ class Life:
             self.trainer.restore(checkpoint.path)
         store = LedgerStore(run_dir.ledger_path, self.ledger)
         self._opened.append(store)
+        if self.trainer.version.number < self.ledger.committed_update:
+            raise InvariantBroken("I12", f"checkpoint {self.ledger.committed_update} was complete, and is not there")
         self.lineage = store.open_lineage(self.trainer.version.number if store.num_replayed else None)
         assert self.ledger.sink is not None
         self.ledger.sink = self.monitor.listen(self.ledger.sink)

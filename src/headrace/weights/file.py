@@ -95,9 +95,10 @@ class FileSender:
         return update_by(self._published[-1].manifest) if self._published else None
 
     def close(self) -> None:
-        """Let go of the folder; what was published stays."""
+        """Let go of the folder; what was published stays, and a later send takes the folder again."""
         if self._lock is not None:
             self._lock.release()
+            self._lock = None
 
     def _write(self, update: WeightUpdate) -> Manifest:
         """Everything but the manifest."""

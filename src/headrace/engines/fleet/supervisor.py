@@ -185,6 +185,8 @@ class Supervisor:
             if proved and not member.is_lost:
                 self.states.proved(member.index, update.version)
         await member.call(member.engine.resume(), "resume", deadline_s)
+        if member.is_lost:  # found by somebody else, while it was proved or went on
+            raise EngineLost(f"{member.name} is lost: {member.why_lost}")
         self.states.serve(member.index)
         return None
 

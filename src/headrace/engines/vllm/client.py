@@ -63,6 +63,10 @@ class WeightSender(Protocol):
         """What must run while the server takes them. Blocks for a bounded time."""
         ...
 
+    def latest(self) -> WeightUpdate | None:
+        """What it published last, for other engines too; None where it has nothing to give yet."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -98,8 +102,9 @@ class VllmEngine:
         max_context: int,
         make_update_error: Callable[[str], HeadraceError] = EngineError,
     ) -> None:
-        """``initial``: the weights to start with; its tensors are read when the server is up. ``launch`` starts it, see
-        ``engines.vllm.launch``. ``frozen``: with an adapter, what ``initial`` and later updates do not bring.
+        """``initial``: the weights to start with, where ``sender`` published none yet; its tensors are read when the
+        server is up. ``launch`` starts it, see ``engines.vllm.launch``. ``frozen``: with an adapter, what ``initial``
+        and later updates do not bring.
         ``max_context``: of the model, where the configuration sets none."""
         self._config = config
         self._sender = sender
@@ -249,7 +254,7 @@ class VllmEngine:
             self._check_ready(ready)
             await self._call("pause")
             await self._send_frozen()
-            await self._update(self._initial, is_first=True)
+            await self._update(self._sender.latest() or self._initial, is_first=True)
             await check_semantics(self._probe, self._vocab_size)
             await self._call("resume")
         except EngineError as error:
