@@ -35,6 +35,9 @@ class Sender:
     def transfer(self) -> None:
         pass
 
+    def latest(self) -> None:
+        return None
+
     def close(self) -> None:
         pass
 
