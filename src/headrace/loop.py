@@ -199,15 +199,15 @@ class Loop:
             self.issued_at[draw.group] = self.batch_index
             task = self.parts.tasks[draw.task_index]
             self._issue(self.assembler.start(draw.group, task), task)
-        self.parts.record.ledger_store.commit()  # 'issued' is on disk before the first attempt gets to run
 
     def _issue(self, keys: list[AttemptKey], task: Task) -> None:
-        """Start attempts; they run once the loop's thread waits, and the caller commits the books before that."""
+        """Start attempts; they run once the loop's thread waits."""
         self.parts.record.ledger.issue(keys, task.content_hash, self.parts.trainer.version)
         for key in keys:
             self._attempts[key] = self._tasks.create_task(self._attempt(key, task), name=f"attempt {key}")
 
     async def _attempt(self, key: AttemptKey, task: Task) -> None:
+        self.parts.record.ledger_store.commit()  # 'issued' is on disk before work, for all that was issued meanwhile
         episode = await self.parts.player.play(key, task, self.parts.player.sampling_of(key), "rollout")
         self.parts.reporter.episode_ended(episode)
         if episode.outcome.is_failure and not await self.parts.engine_is_healthy():
@@ -224,7 +224,7 @@ class Loop:
             del self._attempts[episode.key]
         for episode in ended:
             self._settle(episode)
-        self._issue_groups()  # commits a retry's 'issued', too
+        self._issue_groups()
         self._changed.set()
 
     def _settle(self, episode: Episode) -> None:
