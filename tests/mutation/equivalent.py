@@ -6,6 +6,8 @@ _NARROWING = "KL has been computed wherever it is in the loss; the test tells th
 _NO_GRADIENT = "a comparison passes no gradient; detached, it keeps no graph"
 
 EQUIVALENT: dict[str, str] = {
+    "algorithms.values.value_loss: clipped_N.detach() -> clipped_N": _NO_GRADIENT,
+    "algorithms.values.value_loss: plain_N.detach() -> plain_N": _NO_GRADIENT,
     "algorithms.composed._rl: kl_M is not None and r.kl_in_loss and shares_aggregation -> "
     "r.kl_in_loss and shares_aggregation": _NARROWING,
     "algorithms.composed._rl: kl_M is not None and r.kl_in_loss and (not shares_aggregation) -> "
