@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.registry import build_algorithm
+from headrace.algorithms.registry import algorithm_of
 from headrace.config.load import resolved, restore_config
 from headrace.config.schema import RunConfig
 from headrace.control.ledger import Ledger
@@ -133,7 +133,10 @@ def scripted_parts(
     async def score(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
         return [t.tolist() for t in await thread.call(trainer.forward, samples)]
 
-    canary = Canary(engine, score, (2, 65), bound=1e-3, trainer_checksums=lambda: {}, shares_weights=True)
+    async def no_checksums() -> dict[str, str]:
+        return {}
+
+    canary = Canary(engine, score, (2, 65), bound=1e-3, trainer_checksums=no_checksums, shares_weights=True)
     if isinstance(engine, FleetEngine):
         engine.catch_up_by(TrainerCatchUp(canary, trainer, lambda: {}, thread.call))
         engine.tally._on_span = record.spans.add
@@ -149,12 +152,7 @@ def scripted_parts(
         model=torch.nn.Linear(1, 1),
         trainer=trainer,
         trainer_thread=thread,
-        algorithm=build_algorithm(
-            config.algorithm,
-            asynchronous=config.rollout.max_staleness > 0,
-            max_new_tokens=config.sampling.max_new_tokens,
-            min_group_size=config.rollout.min_group_size,
-        ),
+        algorithm=algorithm_of(config),
         canary=canary,
         max_ratio_error=1e-3,
         watchdog=watchdog,

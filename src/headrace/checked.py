@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.algorithms.registry import build_algorithm
+from headrace.algorithms.registry import algorithm_of
 from headrace.config.checks import AlgorithmTraits, check_config
 from headrace.config.critic import SeparateCriticConfig
 from headrace.config.engines import OpenAiEngineConfig, SglangEngineConfig, VllmEngineConfig
@@ -65,13 +65,7 @@ def check_before_work(config: RunConfig, *, trains: bool = True, asks_servers: b
     """All that can be refused without loading a model. ``trains``: False for an evaluation; ``asks_servers``: False in
     processes beside the one that has asked. Raises ConfigError and its kin, EngineError where a server that the
     configuration names is not what a run can build on."""
-    algorithm = build_algorithm(
-        config.algorithm,
-        asynchronous=config.rollout.max_staleness > 0,
-        max_new_tokens=config.sampling.max_new_tokens,
-        min_group_size=config.rollout.min_group_size,
-        critic=config.critic,
-    )
+    algorithm = algorithm_of(config)
     composed = getattr(algorithm, "resolved", None)  # a third party's algorithm knows its own options
     check_config(
         config,

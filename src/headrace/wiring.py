@@ -365,12 +365,15 @@ def _build_canary(
     async def score(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
         return [t.tolist() for t in await trainer_thread.call(trainer.forward, samples)]
 
+    async def sums() -> Mapping[str, str]:
+        return await trainer_thread.call(_trainer_checksums, trainer, policy)
+
     canary = Canary(
         engine,
         score,
         _canary_prompt(checked, policy),
         bound=bound,
-        trainer_checksums=lambda: _trainer_checksums(trainer, policy),
+        trainer_checksums=sums,
         shares_weights=checked.config.engine.shares_weights and carrier is None,
     )
     if isinstance(engine, FleetEngine):

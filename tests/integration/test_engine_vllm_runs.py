@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,12 @@ class Sync:
             self.score,
             list(range(3, 43)),
             bound=1e-3,
-            trainer_checksums=lambda: checksums(named_parameters(self.model).items()),
+            trainer_checksums=self.checksums,
             shares_weights=False,
         )
+
+    async def checksums(self) -> Mapping[str, str]:
+        return checksums(named_parameters(self.model).items())
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
         return [t.tolist() for t in self.trainer.forward(samples)]

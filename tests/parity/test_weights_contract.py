@@ -307,12 +307,15 @@ def canary_of(link: Link, engine: Any) -> Canary:
             out.append([0.0, *picked.tolist()])
         return out
 
+    async def trainer_sums() -> dict[str, str]:
+        return sums(link.trainer)
+
     return Canary(
         engine,
         score,
         (1, 2, 3, 4),
         bound=1e-3,
-        trainer_checksums=lambda: sums(link.trainer),
+        trainer_checksums=trainer_sums,
         shares_weights=False,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -45,9 +45,12 @@ class Sync:
             self.score,
             PROMPT,
             bound=1e-3,
-            trainer_checksums=lambda: checksums(named_parameters(self.model).items()),
+            trainer_checksums=self.checksums,
             shares_weights=not self.copies,
         )
+
+    async def checksums(self) -> Mapping[str, str]:
+        return checksums(named_parameters(self.model).items())
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
         return [t.tolist() for t in self.trainer.forward(samples)]

@@ -50,7 +50,7 @@ class Setting:
     async def score(self, samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
         raise AssertionError("the loop's own scores: the trainer may have moved on")
 
-    def forbidden(self) -> dict[str, str]:
+    async def forbidden(self) -> dict[str, str]:
         raise AssertionError("checksums of live weights: the trainer may be writing them")
 
     def step(self) -> None:

@@ -17,7 +17,7 @@ from headrace.algorithms.composed import ComposedAlgorithm
 from headrace.algorithms.presets import PRESETS
 from headrace.algorithms.resolve import resolve, unknown_preset
 from headrace.config.critic import CriticConfig
-from headrace.config.schema import AlgorithmConfig
+from headrace.config.schema import AlgorithmConfig, RunConfig
 from headrace.errors import ConfigError
 from headrace.protocols import Algorithm
 
@@ -53,6 +53,17 @@ def build_algorithm(
             "a group: it must be 2 or more"
         )
     return ComposedAlgorithm(resolved)
+
+
+def algorithm_of(config: RunConfig) -> Algorithm:
+    """That of a run. Raises ConfigError as :func:`build_algorithm`."""
+    return build_algorithm(
+        config.algorithm,
+        asynchronous=config.rollout.max_staleness > 0,
+        max_new_tokens=config.sampling.max_new_tokens,
+        min_group_size=config.rollout.min_group_size,
+        critic=config.critic,
+    )
 
 
 def _third_party() -> dict[str, EntryPoint]:

@@ -8,6 +8,7 @@ The board keeps the newest version, which engines that start later read too.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from headrace.weights.inprocess import WeightUpdateError
 from headrace.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 
-class _Board:
+class _Board(ABC):
     """Writes an update once; whoever asks for the same version again gets the same reference."""
 
     def __init__(self) -> None:
@@ -35,8 +36,9 @@ class _Board:
                 self._version = update.version
             return self._reference
 
+    @abstractmethod
     def _write(self, update: WeightUpdate) -> Any:
-        raise NotImplementedError
+        """Put it where engines can read it; the reference to it."""
 
 
 class SharedMemoryBoard(_Board):

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from headrace.cluster.journal import ActorJournal
 from headrace.cluster.ray_actor import RayCarrier, make
 from headrace.cluster.spec import ActorSpec
-from headrace.trainer.crew import FollowerDied
+from headrace.trainer.crew import FollowerDied, explained
 
 _PASSED_ON = ("GLOO_SOCKET_IFNAME", "NCCL_")
 """Beginnings of environment variables that decide how ranks reach each other."""
@@ -55,18 +54,8 @@ class RayFollowers:
             raise
         self._runs = {rank: actor.invoke.remote("run") for rank, actor in self._actors.items()}
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """What fails inside because a rank ended says so: the leader's own error is only of a lost connection."""
-        try:
-            yield
-        except RuntimeError as error:
-            end_s = time.monotonic() + END_GRACE_S
-            while not (ends := self.ends()) and time.monotonic() < end_s:
-                time.sleep(0.05)
-            if ends:
-                raise FollowerDied(f"{'; '.join(ends)}. The leader saw: {error}") from error
-            raise
+    def explained(self) -> AbstractContextManager[None]:
+        return explained(self.ends, grace_s=END_GRACE_S)
 
     def ends(self) -> list[str]:
         """How those ended that have ended."""

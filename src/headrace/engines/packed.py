@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from headrace.model.linear import PLAIN
+from headrace.model.linear import PLAIN, onednn_serves
 
 _ROWS = 32
 """The number of rows that a layout is chosen for; it serves any number."""
@@ -51,13 +51,8 @@ def num_packed_bytes(view: nn.Module) -> int:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """oneDNN is there, and the weight is a float32 matrix in the CPU's memory."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
+    """oneDNN multiplies by it, and can lay it out."""
+    return onednn_serves(weight) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class PackedLinear(nn.Module):

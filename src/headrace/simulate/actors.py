@@ -122,7 +122,7 @@ class SimulatedTrainer(ScriptedTrainer):
         self._gradient = hashlib.blake2b(digest_size=6)
         self._monitor = monitor
 
-    def checksums(self) -> dict[str, str]:
+    async def checksums(self) -> dict[str, str]:
         return checksums(tensors_of(self.weights).items())
 
     def forward(self, samples: Sequence[Sample], model: str = "policy") -> list[Tensor]:

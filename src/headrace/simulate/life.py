@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from headrace.algorithms.registry import build_algorithm
+from headrace.algorithms.registry import algorithm_of
 from headrace.cluster.actors import ActorDied, RemoteError
 from headrace.cluster.remote_engine import EngineActor, RemoteEngine
 from headrace.control.ledger import Ledger
@@ -356,12 +356,7 @@ class Life:
             model=trainer,
             trainer=trainer,
             trainer_thread=thread,
-            algorithm=build_algorithm(
-                config.algorithm,
-                asynchronous=config.rollout.max_staleness > 0,
-                max_new_tokens=config.sampling.max_new_tokens,
-                min_group_size=config.rollout.min_group_size,
-            ),
+            algorithm=algorithm_of(config),
             canary=canary,
             max_ratio_error=1e-6,
             watchdog=watchdog,

@@ -16,8 +16,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -68,6 +69,21 @@ class Crew(Protocol):
     def stop(self) -> None: ...
 
 
+@contextmanager
+def explained(ends_of: Callable[[], list[str]], grace_s: float) -> Iterator[None]:
+    """What fails inside because a follower ended says so: the leader's own error is only of a lost connection.
+    ``ends_of``: :meth:`Crew.ends`; ``grace_s``: from the error to the news of an end. Raises FollowerDied."""
+    try:
+        yield
+    except RuntimeError as error:
+        end_s = time.monotonic() + grace_s
+        while not (ends := ends_of()) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        if ends:
+            raise FollowerDied(f"{'; '.join(ends)}. The leader saw: {error}") from error
+        raise
+
+
 class Followers:
     """The other processes of a run on this machine. Started before the leader joins the group."""
 
@@ -92,18 +108,8 @@ class Followers:
         ]
         self.address = address
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """What fails inside because a follower ended says so: the leader's own error is only of a lost connection."""
-        try:
-            yield
-        except RuntimeError as error:
-            end_s = time.monotonic() + END_GRACE_S
-            while not (ends := self.ends()) and time.monotonic() < end_s:
-                time.sleep(0.05)
-            if ends:
-                raise FollowerDied(f"{'; '.join(ends)}. The leader saw: {error}") from error
-            raise
+    def explained(self) -> AbstractContextManager[None]:
+        return explained(self.ends, grace_s=END_GRACE_S)
 
     def ends(self) -> list[str]:
         """How those ended that have ended."""
@@ -147,6 +153,7 @@ class LeadingTrainer:
         self._own = own
         self._verbs = verbs
         self._followers = followers
+        self._telling = threading.Lock()
 
     @property
     def version(self) -> PolicyVersion:
@@ -223,10 +230,18 @@ class LeadingTrainer:
 
     @contextmanager
     def _told(self, verb: str, *arguments: Any) -> Iterator[None]:
-        """The followers make this call; the leader's own comes inside. Raises FollowerDied where one of them ended."""
-        with self._followers.explained():
-            dist.broadcast_object_list([(verb, arguments)], src=0, group=self._verbs)
-            yield
+        """The followers make this call; the leader's own comes inside. Raises FollowerDied where one of them ended.
+
+        One call at a time: collectives of two threads would meet each other's on the followers, and bring wrong numbers
+        without an error. Raises RuntimeError for a second one."""
+        if not self._telling.acquire(blocking=False):
+            raise RuntimeError(f"{verb} was called while another call of the trainer's processes runs; this is a bug")
+        try:
+            with self._followers.explained():
+                dist.broadcast_object_list([(verb, arguments)], src=0, group=self._verbs)
+                yield
+        finally:
+            self._telling.release()
 
 
 def follow(own: ParallelTrainer, algorithm: Algorithm, verbs: dist.ProcessGroup) -> None:

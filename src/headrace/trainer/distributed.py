@@ -33,7 +33,7 @@ from headrace.protocols import Algorithm, WeightUpdate
 from headrace.trainer.balance import check_same_samples, microbatches, share_out
 from headrace.trainer.memory import MemoryGauge, MemoryUse
 from headrace.trainer.metrics import MinibatchMetrics
-from headrace.trainer.passes import score_rows, train_rows
+from headrace.trainer.passes import kept_gradients, score_rows, train_rows
 from headrace.trainer.recompute import recompute_activations
 from headrace.trainer.routers import Routers
 from headrace.trainer.schedule import learning_rate
@@ -184,10 +184,11 @@ class ParallelTrainer:
         slope_LE = None if routers is None else self._balance_slope(routers, kept.samples, rows)
         routing_of = None if routers is None else partial(routers.new_pass, slope_LE=slope_LE)
         entropy = algorithm.needs.entropy
-        train_rows(self._stage, self._mesh, rows, loss_of, needs_entropy=entropy, routing_of=routing_of)
+        with kept_gradients(self._stage):
+            train_rows(self._stage, self._mesh, rows, loss_of, needs_entropy=entropy, routing_of=routing_of)
+            self._weights.finish_gradients()
         router_metrics = {} if routers is None else routers.metrics(self._router_load(routers))
         self._raise_together(broken)
-        self._weights.finish_gradients()
         found = self._gather(kept.samples, logprobs)
         self._last_logprobs = {sample.id: found[i] for i, sample in enumerate(kept.samples) if sample.num_trained}
         return (

@@ -6,13 +6,15 @@ the rows' numbers, and each stage looks its own row up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from headrace.model.packing import PackedRow
+from headrace.model.parallel.apply import let_go
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.parallel.stage import PolicyStage, RoutingOf
 
@@ -37,13 +39,13 @@ def score_rows(
             return scores_2N.new_zeros(())
 
         numbers = torch.arange(len(rows))
-        schedule = _schedule(stage, mesh, len(rows), keep)
-        schedule.eval(
-            *((numbers,) if mesh.is_first_stage else ()),
-            target=numbers if mesh.is_last_stage else None,
-            return_outputs=False,
-            index=numbers,
-        )
+        with kept_gradients(stage):
+            _schedule(stage, mesh, len(rows), keep).eval(
+                *((numbers,) if mesh.is_first_stage else ()),
+                target=numbers if mesh.is_last_stage else None,
+                return_outputs=False,
+                index=numbers,
+            )
     return found
 
 
@@ -56,20 +58,35 @@ def train_rows(
     needs_entropy: bool,
     routing_of: RoutingOf | None = None,
 ) -> None:
-    """Add the gradient of every row's loss. ``loss_of`` is called where the last stage is."""
+    """The gradient of every row's loss. ``loss_of`` is called where the last stage is. Gradients that were there must
+    be kept around it: :func:`kept_gradients`."""
     stage.load(rows, needs_entropy=needs_entropy, routing_of=routing_of)
     if mesh.config.pp == 1:
         for i in range(len(rows)):
             loss_of(i, stage(index=torch.tensor([i]))).backward()  # type: ignore[no-untyped-call]
         return
     numbers = torch.arange(len(rows))
-    schedule = _schedule(stage, mesh, len(rows), lambda scores_2N, index: loss_of(int(index), scores_2N))
-    schedule.step(
+    _schedule(stage, mesh, len(rows), lambda scores_2N, index: loss_of(int(index), scores_2N)).step(
         *((numbers,) if mesh.is_first_stage else ()),
         target=numbers if mesh.is_last_stage else None,
         return_outputs=False,
         index=numbers,
     )
+
+
+@contextmanager
+def kept_gradients(stage: PolicyStage) -> Iterator[None]:
+    """Inside there are no gradients yet; afterwards those from before are added to what came. A schedule of torch's
+    drops all gradients when it is set up, and it is set up for each pass."""
+    let_go(stage)  # or its parameters would be gathered ones, and gradients belong to the shards
+    kept = [(parameter, parameter.grad) for parameter in stage.parameters() if parameter.grad is not None]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _schedule(

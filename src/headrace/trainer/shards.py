@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from headrace.config.schema import TrainerConfig
-from headrace.model.parallel.apply import ParallelModel
+from headrace.model.parallel.apply import ParallelModel, let_go
 from headrace.model.parallel.mesh import ParallelMesh
 from headrace.model.parallel.state import global_norm, local_shard
 from headrace.trainer.weights import NonFiniteError
@@ -25,6 +25,7 @@ class ShardedWeights:
     def __init__(self, model: ParallelModel, config: TrainerConfig, mesh: ParallelMesh) -> None:
         self._mesh = mesh
         self._tied_ends = model.tied_ends
+        self._stage = model.stage
         self.parameters: Mapping[str, DTensor] = model.parameters
         self._shards = {name: local_shard(p) for name, p in model.parameters.items()}
         on_host = mesh.config.offload_optimizer
@@ -45,7 +46,8 @@ class ShardedWeights:
         """Steps that moved weights: AdamW's own count, alike for all parameters."""
 
     def finish_gradients(self) -> None:
-        """After the last backward pass of a minibatch: sum what the two ends of a pipeline have for a tied weight."""
+        """After the last backward pass of a minibatch, its gradients alone: sum what the two ends of a pipeline have
+        for a tied weight."""
         if not self._tied_ends:
             return
         group, pp = self._mesh.group("pp"), self._mesh.config.pp
@@ -101,7 +103,9 @@ class ShardedWeights:
 
     @torch.no_grad()
     def copy_into_model(self) -> None:
-        """Masters into shards, where they are not the same storage."""
+        """After masters were written: into shards, where they are not the same storage. What a pass before gathered of
+        the old ones must not serve the next."""
+        let_go(self._stage)
         for name, master in self.masters.items():
             if master.data_ptr() != self._shards[name].data_ptr():
                 self._shards[name].copy_(master)

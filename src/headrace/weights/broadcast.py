@@ -38,7 +38,6 @@ from headrace.weights.carrier import (
     ReceivedWeights,
     TensorSpec,
     WeightUpdateError,
-    damaged,
     dtype_name,
     dtype_named,
     raw_bytes,
@@ -243,15 +242,9 @@ class BroadcastReceiver:
                 f"{self._deadline_s:g} s: {error}. Nothing was changed"
             ) from error
         specs = {name: TensorSpec(dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items()}
-        if not problems:
-            problems = list(self._held.version_problems(version, manifest["base"], sums))
-            if not problems and version == self.version:
-                return None
-            problems += self._held.spec_problems(specs)
-            problems += damaged(tensors.items(), sums)
         if problems:
             raise refused(version, problems)
-        return ReceivedWeights(version=version, tensors=tensors, checksums=sums, specs=specs)
+        return self._held.checked(version, manifest["base"], sums, specs, lambda: (tensors, []))
 
     def commit(self, read: ReceivedWeights) -> None:
         self._held.commit(read)

@@ -17,7 +17,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from headrace.errors import EngineLost, HeadraceError
 from headrace.protocols import Fleet, Probed
@@ -43,8 +42,8 @@ class CanaryResult:
 ScoreSamples = Callable[[Sequence[Sample]], Awaitable[Sequence[Sequence[float]]]]
 """The trainer's forward pass: log-probabilities per sample, each as long as its ids."""
 
-
-TrainerChecksums = Callable[[], Mapping[str, str]]
+TrainerChecksums = Callable[[], Awaitable[Mapping[str, str]]]
+"""The trainer's checksum of each tensor. It may read all weights, of all processes: not on the event loop's thread."""
 
 
 class Canary:
@@ -91,7 +90,7 @@ class Canary:
                 return
             fleet.proved(name, version)
 
-        trainer_checksums = cache(self._trainer_checksums)  # the same for all
+        trainer_checksums = _once(self._trainer_checksums)  # the same for all
         members = await fleet.unproved()
         await asyncio.gather(*(one(*member) for member in members.items()))
         results, self._results = self._results, []  # those of engines that were proved one by one, too
@@ -126,10 +125,10 @@ class Canary:
                 for (kind, generation), logprobs in zip(generations.items(), scored, strict=True)
             }
             checksums = trainer_checksums or self._trainer_checksums
-            differing = [] if self._shares_weights else _differing(checksums(), engine.weight_checksums())
             is_near = all(gap <= self._bound for gap in gaps.values())
-            if not is_near and not differing:
-                differing = _differing(checksums(), engine.weight_checksums())
+            differing: list[str] = []
+            if not self._shares_weights or not is_near:
+                differing = _differing(await checksums(), engine.weight_checksums())
         if differing or not is_near:
             raise SyncError(self._explain(name, version, gaps, differing))
         result = CanaryResult(
@@ -180,6 +179,18 @@ class Canary:
             f"{self._bound:.0e}; {cause}. "
             "Nothing was trained on it; resume from the last checkpoint once mended (I6)"
         )
+
+
+def _once(ask: TrainerChecksums) -> TrainerChecksums:
+    """``ask`` with the first answer kept. One caller at a time."""
+    answers: list[Mapping[str, str]] = []
+
+    async def answer() -> Mapping[str, str]:
+        if not answers:
+            answers.append(await ask())
+        return answers[0]
+
+    return answer
 
 
 def _differing(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[str]:

@@ -20,7 +20,7 @@ A late joiner is given ``sender.latest()``, which is made of what was published,
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -132,6 +132,29 @@ class Held:
                 yield f"the engine holds other weights under the same version {held}"
         elif base is not None and PolicyVersion(*base) != held:
             yield f"they build on {PolicyVersion(*base)}, but the engine holds {held}"
+
+    def checked(
+        self,
+        version: PolicyVersion,
+        base: Any,
+        sums: Mapping[str, str],
+        specs: Mapping[str, TensorSpec],
+        fetch: Callable[[], tuple[Mapping[str, Tensor], list[str]]],
+    ) -> ReceivedWeights | None:
+        """What every ``read`` does: what was announced against what is held, then the tensors, bit for bit, against
+        what was announced. None where ``version`` is the held one. ``fetch`` gives tensors, and why others could not
+        be had; it is called only where they may come. Raises WeightUpdateError."""
+        problems = list(self.version_problems(version, base, sums))
+        if not problems and version == self.version:
+            return None
+        problems += self.spec_problems(specs)
+        if problems:
+            raise refused(version, problems)
+        tensors, problems = fetch()
+        problems = problems + damaged(tensors.items(), sums)
+        if problems:
+            raise refused(version, problems)
+        return ReceivedWeights(version=version, tensors=tensors, checksums=sums, specs=specs)
 
     def spec_problems(self, specs: Mapping[str, TensorSpec]) -> list[str]:
         """The first update fixes names, shapes and dtypes."""

@@ -77,13 +77,18 @@ class TrainerCatchUp:
             assert isinstance(scores, list)
             return scores
 
+        async def sums() -> Mapping[str, str]:
+            found = await self._on_trainer(lambda: checksums((*self._frozen().items(), *tensors.items())))
+            assert isinstance(found, dict)
+            return found
+
         try:
             await self._canary.prove_engine(
                 engine,
                 update.version,
                 name=name,
                 score=score_samples,
-                trainer_checksums=lambda: checksums((*self._frozen().items(), *tensors.items())),
+                trainer_checksums=sums,
             )
         except _MovedOn:
             return False

@@ -23,10 +23,8 @@ from headrace.weights.carrier import (
     ReceivedWeights,
     WeightUpdateError,
     checksums_of,
-    damaged,
     dtype_name,
     dtype_named,
-    refused,
     specs_of,
     tensors_of,
     update_by,
@@ -99,17 +97,11 @@ class CudaIpcReceiver:
         """The trainer's own memory as tensors; None where they are the committed ones. Raises WeightUpdateError."""
         version = PolicyVersion(*manifest["version"])
         sums, specs = checksums_of(manifest), specs_of(manifest)
-        problems = list(self._held.version_problems(version, manifest["base"], sums))
-        if not problems and version == self.version:
-            return None
-        problems += self._held.spec_problems(specs)
-        tensors: dict[str, Tensor] = {}
-        if not problems:
-            tensors = {name: opened(dtype, shape, place) for name, dtype, shape, place, _ in manifest["tensors"]}
-            problems += damaged(tensors.items(), sums)
-        if problems:
-            raise refused(version, problems)
-        return ReceivedWeights(version=version, tensors=tensors, checksums=sums, specs=specs)
+
+        def fetch() -> tuple[dict[str, Tensor], list[str]]:
+            return {name: opened(dtype, shape, place) for name, dtype, shape, place, _ in manifest["tensors"]}, []
+
+        return self._held.checked(version, manifest["base"], sums, specs, fetch)
 
     def commit(self, read: ReceivedWeights) -> None:
         self._held.commit(read)

@@ -35,11 +35,9 @@ from headrace.weights.carrier import (
     ReceivedWeights,
     WeightUpdateError,
     checksums_of,
-    damaged,
     dtype_name,
     dtype_named,
     raw_bytes,
-    refused,
     specs_of,
     tensors_of,
     update_by,
@@ -144,17 +142,7 @@ class SharedMemoryReceiver:
         """The tensors of ``manifest``; None where they are the committed ones. Raises WeightUpdateError."""
         version = PolicyVersion(*manifest["version"])
         sums, specs = checksums_of(manifest), specs_of(manifest)
-        problems = list(self._held.version_problems(version, manifest["base"], sums))
-        if not problems and version == self.version:
-            return None
-        problems += self._held.spec_problems(specs)
-        tensors: dict[str, Tensor] = {}
-        if not problems:
-            tensors, problems = self._mapped(manifest)
-            problems += damaged(tensors.items(), sums)
-        if problems:
-            raise refused(version, problems)
-        return ReceivedWeights(version=version, tensors=tensors, checksums=sums, specs=specs)
+        return self._held.checked(version, manifest["base"], sums, specs, lambda: self._mapped(manifest))
 
     def commit(self, read: ReceivedWeights) -> None:
         """The engine has loaded them."""

@@ -35,7 +35,6 @@ from headrace.weights.carrier import (
     TensorSpec,
     WeightUpdateError,
     checksums_of,
-    damaged,
     dtype_name,
     refused,
     specs_of,
@@ -106,19 +105,14 @@ class StoreReceiver:
         """All tensors of the version; None where it is the committed one. Raises WeightUpdateError."""
         version = PolicyVersion(*manifest["version"])
         sums, specs = checksums_of(manifest), specs_of(manifest)
+
+        def fetch() -> tuple[dict[str, Tensor], list[str]]:
+            tensors = self._assembled(manifest, specs)
+            missing = [f"{name} is missing in its file" for name in sums if name not in tensors]
+            return {name: tensor for name, tensor in tensors.items() if name in sums}, missing
+
         # No base: what this version builds on is in the folder too.
-        problems = list(self._held.version_problems(version, None, sums))
-        if not problems and version == self.version:
-            return None
-        problems += self._held.spec_problems(specs)
-        if problems:
-            raise refused(version, problems)
-        tensors = self._assembled(manifest, specs)
-        problems = [f"{name} is missing in its file" for name in sums if name not in tensors]
-        problems += damaged(((name, tensor) for name, tensor in tensors.items() if name in sums), sums)
-        if problems:
-            raise refused(version, problems)
-        return ReceivedWeights(version=version, tensors=tensors, checksums=sums, specs=specs)
+        return self._held.checked(version, None, sums, specs, fetch)
 
     def commit(self, read: ReceivedWeights) -> None:
         self._held.commit(read)

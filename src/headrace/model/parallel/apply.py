@@ -57,6 +57,14 @@ def parallelize_frozen(loaded: LoadedModel, mesh: ParallelMesh, *, max_logit_tok
     return _split(model, weights, loaded.vocab_size, loaded.dtype, mesh, max_logit_tokens).stage
 
 
+def let_go(stage: nn.Module) -> None:
+    """Drop what passes gathered, so that the next one gathers the shards as they are then. A pass without gradient
+    leaves the outermost unit's weights gathered, and with pipeline stages every unit's."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _split(
     model: PreTrainedModel,
     weights: dict[str, Tensor],
