@@ -89,7 +89,10 @@ def train(config: RunConfig, *, resume_from: Path | None = None, controls: Contr
 
 
 async def _train(config: RunConfig, resume_from: Path | None, controls: Controls) -> TrainResult:
-    parts = build_parts(config, resume_from=resume_from)
+    try:
+        parts = build_parts(config, resume_from=resume_from)
+    except PartLost as error:
+        raise RunFailed(str(error), part_lost=True) from error
     try:
         loop = await _run(parts, controls)
     except BaseException as error:

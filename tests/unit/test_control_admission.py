@@ -66,6 +66,17 @@ def test_short_batch_does_not_inflate_the_bound() -> None:
     assert gate.capacity(1) == 4
 
 
+def test_capacity_is_never_negative() -> None:
+    """A batch is closed short while a group for the next one runs: one place more is taken than there is."""
+    gate = Admission(2, 0, 100)
+    assert fill(gate, 0) == 2
+    gate.accept()
+    gate.reject()
+    assert fill(gate, 0) == 1
+    gate.close_batch(1)
+    assert (gate.running, gate.accepted, gate.capacity(0)) == (1, 2, 0)
+
+
 def test_restore_sets_accepted_to_the_trained_batches() -> None:
     """Bug 1388: without it a resume at version 10 would admit all that was issued before once more."""
     gate = Admission(4, 1, 1000)

@@ -7,8 +7,10 @@ own restarts of actors are off: whoever uses an actor must know that its state i
 Every wait has a deadline and a name: calls are bounded by their callers, starts and placement here.
 
     who        waits for                  unblocked by                  deadline
-    connect    the cluster's head         it, or nobody there           ``connect_deadline_s``
-    reserve    resources for every actor  other jobs' ends, new nodes   ``start_deadline_s``
+    connect    the cluster's head         it, or nobody there           ``HEAD_DEADLINE_S``
+    reserve    the end of a group that    Ray                           ``start_deadline_s``
+               was left behind
+               resources for every actor  other jobs' ends, new nodes   ``start_deadline_s``
     start      the actor's object         it, its death                 ``start_deadline_s``
 """
 
@@ -18,6 +20,8 @@ import asyncio
 import os
 import socket
 import threading
+import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +33,9 @@ from headrace.errors import ConfigError
 
 HEAD_DEADLINE_S = 30.0
 LISTEN_DEADLINE_S = 5.0
+GROUP = "headrace"
+"""Name of the placement group, one in a namespace."""
+POLL_S = 0.1
 
 
 def import_ray() -> Any:
@@ -46,6 +53,7 @@ def import_ray() -> Any:
 def connect(address: str | None, namespace: str) -> Any:
     """Join the cluster that ``address`` or $RAY_ADDRESS names; returns the ray module. In an actor of it, already done.
 
+    Names of Ray's are this process's own, and its actors'. ``namespace``: how theirs begins, for people who look.
     Raises ConfigError where nobody answers there.
     """
     ray = import_ray()
@@ -60,10 +68,11 @@ def connect(address: str | None, namespace: str) -> Any:
     _check_listens(where)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     failure: list[BaseException] = []
+    own_namespace = f"{namespace}-{uuid.uuid4().hex}"
 
     def join() -> None:
         try:
-            ray.init(address=where, namespace=namespace, log_to_driver=False, configure_logging=False)
+            ray.init(address=where, namespace=own_namespace, log_to_driver=False, configure_logging=False)
         except BaseException as error:  # told by the waiter
             failure.append(error)
 
@@ -207,7 +216,9 @@ class RayCarrier:
         """Every actor's resources. Blocks until they are there; raises ConfigError naming what the cluster lacks."""
         from ray.util.placement_group import placement_group
 
-        group = placement_group([dict(bundle.resources) for bundle in self._bundles], strategy=strategy)
+        self._remove_what_was_left()
+        resources = [dict(bundle.resources) for bundle in self._bundles]
+        group = placement_group(resources, strategy=strategy, name=GROUP)
         self._group = group
         if not group.wait(timeout_seconds=self.start_deadline_s):
             total = self.ray.cluster_resources()
@@ -217,6 +228,24 @@ class RayCarrier:
                 f"{', '.join(f'{name} {total.get(name, 0):g}' for name in ('CPU', 'GPU'))} in all. Add nodes, or lower "
                 "the resources in [cluster]"
             )
+
+    def _remove_what_was_left(self) -> None:
+        """A controller on Ray that was killed leaves its group: Ray keeps that as long as the supervisor lives."""
+        from ray.util.placement_group import get_placement_group, remove_placement_group
+
+        end_s = time.monotonic() + self.start_deadline_s
+        while True:
+            try:
+                left = get_placement_group(GROUP)
+            except ValueError:  # Ray's answer for a name that is not there
+                return
+            if time.monotonic() > end_s:
+                raise ActorDied(
+                    f"the resources of the controller before this one were not free after {self.start_deadline_s:g} s; "
+                    "see `ray status`, or raise cluster.start_deadline_s"
+                )
+            remove_placement_group(left)
+            time.sleep(POLL_S)
 
     def place(self, spec: ActorSpec) -> Any:
         """Ray's actor in its bundle; it may still be on its way there."""
