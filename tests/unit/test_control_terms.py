@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from headrace.control.books import FAILED, IN_FLIGHT, ISSUED, TRAINED, Books, BooksError
-from headrace.control.checks import check_sample
+from headrace.control.checks import GuardError, check_first_ratio, check_prefixes, check_sample
+from headrace.control.cursor import TaskCursor
+from headrace.control.engine_states import EngineStates
 from headrace.control.intervals import IntervalSet
 from headrace.control.samples import samples_from_episode
 from headrace.types import (
@@ -85,3 +89,89 @@ def test_versions_of_three_spans_are_compared_each_with_its_own_tokens() -> None
     (sample,) = samples_from_episode(episode, "g", 1.0)
     check_sample(sample, episode, 3)
     assert sample.versions == (None, *(v for v in versions for _ in range(2)))
+
+
+def one_reply(*logprobs: float, version: PolicyVersion | None = None) -> Episode:
+    reply = Segment(
+        source=Source.POLICY,
+        ids=tuple(range(5, 5 + len(logprobs))),
+        parent=0,
+        logprobs=logprobs,
+        version_spans=(VersionSpan(version or PolicyVersion(0, 1), 0, len(logprobs)),),
+    )
+    return Episode(
+        key=AttemptKey(0, 0),
+        task=Task(id="t", messages=()),
+        turns=(),
+        trace=Trace(segments=(Segment(source=Source.TEMPLATE, ids=(1, 2)), reply)),
+        outcome=Outcome.DONE,
+        score=Score(value=1.0),
+    )
+
+
+def test_one_prompt_may_have_many_replies() -> None:
+    """I1: only the prompt that samples say they share is compared, and one that shares nothing with nobody."""
+    (sample,) = samples_from_episode(one_reply(-0.5, -0.5), "g", 1.0)
+    other_reply = replace(sample, ids=(1, 2, 9, 9))
+    other_prompt = replace(sample, ids=(1, 3, 5, 6))
+    check_prefixes([sample, other_reply, replace(other_prompt, prefix_key="")])
+    with pytest.raises(GuardError, match="differ in their prompts"):
+        check_prefixes([sample, other_prompt])
+
+
+def test_a_sample_whose_id_has_no_number_is_refused_by_the_guard() -> None:
+    """I1: and does not end as an error of Python's."""
+    episode = one_reply(-0.5)
+    (sample,) = samples_from_episode(episode, "g", 1.0)
+    with pytest.raises(GuardError, match="A sample's id is"):
+        check_sample(replace(sample, id="g0m0/last"), episode, 1)
+
+
+def test_a_nan_is_told_as_what_it_is() -> None:
+    """D4: carried faithfully it is no slip of the joining, but no log-probability either; on one side only it is."""
+    for recorded, joined, message in [
+        (math.nan, math.nan, "must be finite"),
+        (math.nan, -0.5, "not the engine's"),
+        (-0.5, math.nan, "not the engine's"),
+    ]:
+        episode = one_reply(recorded)
+        (sample,) = samples_from_episode(episode, "g", 1.0)
+        with pytest.raises(GuardError) as caught:
+            check_sample(replace(sample, behaviour_logprobs=(0.0, 0.0, joined)), episode, 1)
+        assert message in str(caught.value)
+
+
+def test_the_first_ratio_has_a_bound_that_a_nan_does_not_pass() -> None:
+    """I5: the bound itself is allowed; a batch without fresh tokens has nothing to check."""
+    check_first_ratio({"max_ratio_error": 1e-3}, 1e-3, 0)
+    check_first_ratio({}, 1e-3, 0)
+    for error in (1.1e-3, math.nan):
+        with pytest.raises(GuardError, match=r"max \|ratio - 1\|"):
+            check_first_ratio({"max_ratio_error": error}, 1e-3, 0)
+
+
+# ----------------------------------------------------------------------------------------- cursor, engine states
+
+
+def test_a_seed_of_any_length_makes_an_order() -> None:
+    """The hash that shuffles takes a key of at most 64 bytes."""
+    cursor = TaskCursor(20, 10**80)
+    assert sorted(cursor.task_index(i) for i in range(20)) == list(range(20))
+
+
+def test_nothing_is_proved_of_an_engine_that_only_starts() -> None:
+    """I6: not even that it holds no version."""
+    states = EngineStates(lambda: 0.0)
+    states.begin(0)
+    assert not states.is_proved(0)
+
+
+def test_an_engine_that_is_leaving_takes_no_work() -> None:
+    """However recent what it holds."""
+    states = EngineStates(lambda: 0.0)
+    states.begin(0)
+    states.started(0, PolicyVersion(0, 0))
+    states.proved(0, PolicyVersion(0, 0))
+    assert states.serve(0)
+    assert states.drain(0)
+    assert not states.serve(0)

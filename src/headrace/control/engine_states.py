@@ -83,6 +83,7 @@ class _Engine:
     """The newest version that this incarnation was proved to serve."""
     deaths_s: list[float] = field(default_factory=list)
     restart_at_s: float | None = None
+    """Only ever set of a dead one, and never of one that leaves."""
     leaves: bool = False
     """It was asked to leave: it will not start again."""
     why: str = ""
@@ -154,11 +155,7 @@ class EngineStates:
     def due(self) -> tuple[int, ...]:
         """Dead engines whose backoff is over."""
         now_s = self._clock()
-        return tuple(
-            i
-            for i, e in self._engines.items()
-            if e.state is EngineState.DEAD and e.restart_at_s is not None and e.restart_at_s <= now_s
-        )
+        return tuple(i for i, e in self._engines.items() if e.restart_at_s is not None and e.restart_at_s <= now_s)
 
     def line(self, index: int) -> str:
         """The engine's state for a person."""
@@ -184,7 +181,7 @@ class EngineStates:
         if engine is None:
             self._engines[index] = _Engine(since_s=self._clock())
             return 0
-        if engine.state is not EngineState.DEAD or engine.restart_at_s is None or engine.leaves:
+        if engine.restart_at_s is None:
             raise StateError(f"engine {index} cannot be started: {self.line(index)}")
         engine.incarnation += 1
         engine.version = engine.proved = engine.restart_at_s = None
@@ -254,8 +251,9 @@ class EngineStates:
     # ---------------------------------------------------------------------------------------------- inside
 
     def _is_recent(self, engine: _Engine) -> bool:
-        if self._published is None or engine.version is None:
-            return engine.version is not None
+        if self._published is None:
+            return True
+        assert engine.version is not None, "what serves was proved"
         return 0 <= self._published.number - engine.version.number <= self._max_engine_lag
 
     def _expect(self, index: int, *states: EngineState) -> _Engine:
