@@ -1,6 +1,7 @@
 """One wrong version of a source file after the other: a term left out, a comparison or a sign turned around.
 
-Only the syntax tree is touched. Left alone: annotations, decorators, messages of errors, assertions, docstrings.
+Only the syntax tree is touched. Left alone: annotations and unions of types, decorators, messages of errors,
+assertions, docstrings.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ def _is_true(value: ast.expr) -> bool:
 
 def _of_operation(node: ast.BinOp) -> Iterator[ast.AST]:
     """Either operand left out; the sign of the second turned around."""
+    if _is_type(node):
+        return
     if isinstance(node.op, ast.Add | ast.Mult | ast.BitAnd | ast.BitOr):
         yield node.left
         yield node.right
@@ -141,6 +144,15 @@ def _of_operation(node: ast.BinOp) -> Iterator[ast.AST]:
         yield ast.BinOp(ast.Constant(1.0), ast.Div(), node.right)
     if isinstance(node.op, ast.Add | ast.Sub):
         yield ast.BinOp(node.left, ast.Sub() if isinstance(node.op, ast.Add) else ast.Add(), node.right)
+
+
+def _is_type(node: ast.expr) -> bool:
+    """A class by its name, None, or a union of such."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.BitOr) and _is_type(node.left) and _is_type(node.right)
+    return (isinstance(node, ast.Name) and node.id[:1].isupper()) or (
+        isinstance(node, ast.Constant) and node.value is None
+    )
 
 
 def _of_call(node: ast.Call) -> Iterator[ast.AST]:

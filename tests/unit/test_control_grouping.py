@@ -50,6 +50,15 @@ def test_refill_tries_the_same_member_again_then_goes_on_without_it() -> None:
     assert [e.key for e in decision.group.episodes] == [AttemptKey(0, 0, 2), second]
 
 
+def test_refill_counts_those_that_are_scored_already() -> None:
+    """The last open member is tried again, since with it the group reaches its minimum."""
+    groups = GroupAssembler(3, 3, "refill", 1)
+    first, second, third = groups.start(0, TASK)
+    groups.add(ended(first))
+    groups.add(ended(second))
+    assert groups.add(failed(third)) == Retry(third._replace(retry=1))
+
+
 def test_refill_stops_when_the_group_cannot_reach_its_minimum() -> None:
     """No more generation for a group that is lost already."""
     groups = GroupAssembler(2, 2, "refill", 1)
