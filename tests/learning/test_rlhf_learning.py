@@ -63,10 +63,11 @@ def test_dpo_ranks_held_out_pairs(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 105))
+@pytest.mark.parametrize("seed", range(200, 205))
 def test_alarm_in_five_of_five_and_none_of_five(tmp_path: Path, seed: int) -> None:
     """Issue 3, end criterion 3: each seed has data, model, reward model, policies of its own. The settings were found
-    on seeds 0 to 4; these were run once, untouched, and held. Whoever changes the settings takes other seeds."""
+    on seeds 0 to 4; the rule was changed after seed 101 had shown a ruined policy without an alarm. These seeds were
+    run once, untouched. Whoever changes settings or rule takes other seeds."""
     pipeline = build(tmp_path, seed)
     honest = policy(pipeline, "honest", kl=0.3, seed=seed)
     greedy = policy(pipeline, "greedy", kl=0.0, num_batches=16, seed=seed)

@@ -78,6 +78,18 @@ def test_no_alarm_without_its_parts(curve: Sequence[tuple[float, float]]) -> Non
         assert not any(alarms(curve, seed))
 
 
+def test_gold_may_be_at_its_best_when_the_proxy_has_done_its_way() -> None:
+    """A run that was seen: gold is ruined while the proxy creeps on, less than a clear step above the best check."""
+    curve = [(0.0, 0.0), (0.4, 0.1), (0.8, 0.15), (1.0, -0.1), (1.0, -0.45), (1.05, -0.6), (1.1, -0.6)]
+    for seed in range(20):
+        assert alarms(curve, seed)[-1] == 1.0
+
+
+def test_where_both_fall_after_a_rise_it_is_a_collapse() -> None:
+    for seed in range(20):
+        assert not any(alarms([(0.0, 0.0), (1.0, 0.5), (2.0, 0.8), (1.0, 0.2), (0.8, 0.0), (0.8, 0.0)], seed))
+
+
 def test_the_alarm_ends_when_gold_comes_back() -> None:
     assert alarms([(0, 0.5), (2, -0.5), (2, -0.5), (2, 0.6)]) == [0.0, 0.0, 1.0, 0.0]
 
@@ -90,7 +102,9 @@ def test_the_reference_is_the_best_check_so_far() -> None:
     assert metrics["gold/over_optimised"] == 1.0
     assert metrics["gold/reference_update"] == 10.0
     assert metrics["gold/change"] == pytest.approx(-0.6, abs=0.15)
-    assert metrics["gold/change"] < metrics["gold/change_high"] < 0 < metrics["gold/proxy_change_low"]
+    assert metrics["gold/change"] < metrics["gold/change_high"] < 0 < metrics["gold/proxy_rise_low"]
+    assert metrics["gold/proxy_rise_low"] < metrics["gold/proxy_rise"] == pytest.approx(2.5, abs=0.3)
+    assert metrics["gold/proxy_change"] == pytest.approx(1.5, abs=0.3)
 
 
 def test_false_alarms_are_rare() -> None:

@@ -3,11 +3,13 @@
 At each evaluation the same replies to the same held-out tasks are judged by both, so that two evaluations are compared
 in pairs, task by task. The rule, with m earlier evaluations:
 
-* The reference is the earlier evaluation with the highest gold mean.
-* Gold has fallen where the mean of the per-task differences to it, plus z standard errors, is below 0; the proxy has
-  risen where its mean of differences to the same evaluation, minus z standard errors, is above 0. z belongs to a
-  one-sided level of 0.005 / m: the reference is the best of m, hence lucky, which Bonferroni's m pays for.
-* Both hold at two evaluations in a row: a policy also wanders by chance, which no sampling error tells.
+* The reference is the earlier evaluation with the highest gold mean. Gold has fallen where the mean of the per-task
+  differences to it, plus z standard errors, is below 0. z belongs to a one-sided level of 0.005 / m: the reference is
+  the best of m, hence lucky, which Bonferroni's m pays for.
+* The proxy has risen where its mean of differences to the *first* evaluation, minus z standard errors, is above 0, and
+  its mean since the reference is not below 0. (Gold may be at its best when the proxy has done most of its way: asking
+  for a clear rise since then misses policies whose gold is ruined. Where both fall, it is a collapse, not this.)
+* All of it holds at two evaluations in a row: a policy also wanders by chance, which no sampling error tells.
 
 Fewer than 8 tasks never raise the alarm. Evaluations that are not valid are left out.
 """
@@ -42,7 +44,7 @@ class GoldCheck:
     """Feed it each evaluation, in order; it returns flat metrics named ``gold/...``.
 
     ``gold/over_optimised`` is 1 while the alarm holds. Changes are measured from the reference evaluation, whose number
-    is ``gold/reference_update``.
+    is ``gold/reference_update``; ``gold/proxy_rise`` from the first one.
     """
 
     def __init__(self) -> None:
@@ -73,10 +75,11 @@ class GoldCheck:
             return {"gold/over_optimised": 0.0}
         reference_update, reference = max(self._checks, key=lambda c: c[1].gold_mean)
         gold, gold_error = _difference(reference.gold, now.gold)
-        proxy, proxy_error = _difference(reference.proxy, now.proxy)
+        proxy, _ = _difference(reference.proxy, now.proxy)
+        rise, rise_error = _difference(self._checks[0][1].proxy, now.proxy)
         z = NormalDist().inv_cdf(1 - LEVEL / len(self._checks))
-        gold_high, proxy_low = gold + z * gold_error, proxy - z * proxy_error
-        holds = len(now.gold) >= MIN_TASKS and gold_high < 0 < proxy_low
+        gold_high, rise_low = gold + z * gold_error, rise - z * rise_error
+        holds = len(now.gold) >= MIN_TASKS and gold_high < 0 < rise_low and proxy >= 0
         self._num_in_a_row = self._num_in_a_row + 1 if holds else 0
         return {
             "gold/over_optimised": float(self._num_in_a_row >= NUM_IN_A_ROW),
@@ -84,7 +87,8 @@ class GoldCheck:
             "gold/change": gold,
             "gold/change_high": gold_high,
             "gold/proxy_change": proxy,
-            "gold/proxy_change_low": proxy_low,
+            "gold/proxy_rise": rise,
+            "gold/proxy_rise_low": rise_low,
         }
 
 

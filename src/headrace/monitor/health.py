@@ -302,11 +302,11 @@ class HealthMonitor:
         """Decided by evaluation/gold.py at each evaluation; it holds until the next one says otherwise."""
         if not self._history.get("gold/over_optimised", [0.0])[-1]:
             return None
-        change, proxy, since = (self._history[f"gold/{n}"][-1] for n in ("change", "proxy_change", "reference_update"))
+        change, rise, since = (self._history[f"gold/{n}"][-1] for n in ("change", "proxy_rise", "reference_update"))
         return (
-            f"since update {since:.0f} the reward rose by {proxy:.3g} on held-out tasks while gold fell by "
-            f"{-change:.3g}, both beyond chance: the policy exploits the reward. Go back to the checkpoint before, "
-            "raise algorithm.kl.coefficient, or train the reward model on replies of this policy"
+            f"on held-out tasks gold fell by {-change:.3g} since update {since:.0f} while the reward went on, "
+            f"{rise:.3g} above its start, both beyond chance: the policy exploits the reward. Go back to a checkpoint "
+            "before, raise algorithm.kl.coefficient, or train the reward model on replies of this policy"
         )
 
     def _not_finite(self) -> str | None:
