@@ -73,6 +73,7 @@ def test_a_hand_over_lets_go_first_and_books_bytes_and_seconds() -> None:
         assert (engine.log, trainer.log) == (["release"], ["acquire"])
         back = await lease.give("engine")
         assert back is not None and back.before_bytes == done.after_bytes
+        assert (back.release_s, back.acquire_s) == (3.0, 2.0)  # and not the clock's own reading
         assert len(lease.hand_overs) == 2
 
     virtual(main)

@@ -13,6 +13,7 @@ from headrace.control.checks import GuardError, check_first_ratio, check_prefixe
 from headrace.control.cursor import TaskCursor
 from headrace.control.engine_states import EngineStates
 from headrace.control.intervals import IntervalSet
+from headrace.control.ledger import Ledger
 from headrace.control.samples import samples_from_episode
 from headrace.types import (
     AttemptKey,
@@ -175,3 +176,29 @@ def test_an_engine_that_is_leaving_takes_no_work() -> None:
     assert states.serve(0)
     assert states.drain(0)
     assert not states.serve(0)
+
+
+# ------------------------------------------------------------------------------------------------------ ledger
+
+
+def ledger_with(*keys: AttemptKey) -> Ledger:
+    ledger = Ledger()
+    ledger.open_lineage(0)
+    ledger.issue(keys, "t", PolicyVersion(0, 0))
+    return ledger
+
+
+def test_a_status_that_no_attempt_of_a_task_has_is_not_counted() -> None:
+    key = AttemptKey(0, 0)
+    ledger = ledger_with(key)
+    ledger.fail([key], "timeout")
+    assert ledger.task_counts("t") == {"issued": 1, "failed:timeout": 1}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_check_of_the_ledger_looks_at_its_books(full: bool) -> None:
+    """I10: an attempt that is counted as issued and is nowhere."""
+    ledger = ledger_with(AttemptKey(0, 0))
+    ledger._books.add("t", ISSUED)
+    with pytest.raises(BooksError, match="the books do not balance, all lineages"):
+        ledger.check(full=full)
