@@ -7,7 +7,7 @@
 * ``C``: A with headrace's default of skipping groups whose gradient is provably zero (TRL has no such thing): seconds
   until the mean reward of three successive steps is above 0.9.
 
-Each round runs headrace, then TRL, each in a process of its own, with the round's number as seed. The first step of a
+Each round runs headrace, then TRL, each in a process of its own, with a seed of the round's. The first step of a
 run warms up and does not count for A and B; C counts from the begin of the first step. The last line printed is one
 JSON object: figures of each round, medians, ratios (above 1: headrace is faster), and whether the targets were met.
 docs/benchmarks.md says what exactly is measured and how equal the two sides are.
@@ -78,7 +78,7 @@ def fastest_micro_batch(scenario: Scenario, machine: Machine) -> tuple[int, dict
 def run_scenario(scenario: Scenario, machine: Machine, args: argparse.Namespace, micro_batch: int) -> dict[str, Any]:
     """All rounds of one scenario."""
     rounds = []
-    for seed in range(args.rounds):
+    for seed in range(args.first_seed, args.first_seed + args.rounds):
         sides = {}
         for name in ("headrace", "trl"):
             run = (
@@ -87,7 +87,7 @@ def run_scenario(scenario: Scenario, machine: Machine, args: argparse.Namespace,
                 else run_trl(scenario, machine, seed, micro_batch)
             )
             sides[name] = figures_of(run, scenario, args.warm_up)
-            say(f"scenario {scenario.name}, round {seed + 1}, {name}: {json.dumps(sides[name])}")
+            say(f"scenario {scenario.name}, seed {seed}, {name}: {json.dumps(sides[name])}")
         rounds.append({"seed": seed, **sides})
     return {"settings": asdict(scenario), "trl_micro_batch": micro_batch} | summary(rounds, TARGETS[scenario.name])
 
@@ -133,6 +133,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trl-python", type=Path, required=True, help="the interpreter of TRL's virtual environment")
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, help="of the first round; each later one has the next")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run (for C: at most); default: the scenario's")
     parser.add_argument("--warm-up", type=int, default=1, help="first steps of a run that do not count for A and B")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")

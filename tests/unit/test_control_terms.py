@@ -202,3 +202,15 @@ def test_a_check_of_the_ledger_looks_at_its_books(full: bool) -> None:
     ledger._books.add("t", ISSUED)
     with pytest.raises(BooksError, match="the books do not balance, all lineages"):
         ledger.check(full=full)
+
+
+def test_only_a_full_check_looks_at_tasks_that_nothing_touched() -> None:
+    """The sums are right, and two tasks are wrong: what a step costs must not grow with the run."""
+    ledger = ledger_with(AttemptKey(0, 0))
+    ledger.issue([AttemptKey(1, 0)], "u", PolicyVersion(0, 0))
+    ledger.check()
+    ledger._books.add("t", ISSUED)
+    ledger._books.add("u", ISSUED, -1)
+    ledger.check()
+    with pytest.raises(BooksError, match="task t: issued 2"):
+        ledger.check(full=True)
