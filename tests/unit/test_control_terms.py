@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -204,13 +205,61 @@ def test_a_check_of_the_ledger_looks_at_its_books(full: bool) -> None:
         ledger.check(full=full)
 
 
-def test_only_a_full_check_looks_at_tasks_that_nothing_touched() -> None:
-    """The sums are right, and two tasks are wrong: what a step costs must not grow with the run."""
+def spoil(ledger: Ledger) -> None:
+    """The sums stay right, and the books of the tasks t and u are wrong."""
+    ledger._books.add("t", ISSUED)
+    ledger._books.add("u", ISSUED, -1)
+
+
+def test_only_a_full_check_looks_at_what_nothing_touched() -> None:
+    """What a step costs must not grow with the run: other tasks and the surviving chain are left to the full check."""
     ledger = ledger_with(AttemptKey(0, 0))
     ledger.issue([AttemptKey(1, 0)], "u", PolicyVersion(0, 0))
     ledger.check()
-    ledger._books.add("t", ISSUED)
-    ledger._books.add("u", ISSUED, -1)
+    spoil(ledger)
     ledger.check()
     with pytest.raises(BooksError, match="task t: issued 2"):
         ledger.check(full=True)
+
+    ledger = ledger_with(AttemptKey(0, 0))
+    ledger._surviving_issued += 1
+    ledger.check()
+    with pytest.raises(BooksError, match="surviving chain: issued 2, accounted for 1"):
+        ledger.check(full=True)
+
+
+TOUCHES: dict[str, Callable[[Ledger], None]] = {
+    "issue": lambda ledger: ledger.issue([AttemptKey(2, 0)], "t", PolicyVersion(0, 0)),
+    "fail": lambda ledger: ledger.fail([AttemptKey(0, 0)], "timeout"),
+    "train": lambda ledger: ledger.train([AttemptKey(0, 0)], 1),
+    "checkpoint": lambda ledger: ledger.checkpoint(1),
+    "resume": lambda ledger: ledger.open_lineage(1, 0),
+}
+
+
+@pytest.mark.parametrize("what", TOUCHES)
+def test_every_transition_is_looked_at_by_the_next_check(what: str) -> None:
+    ledger = ledger_with(AttemptKey(0, 0))
+    ledger.issue([AttemptKey(1, 0)], "u", PolicyVersion(0, 0))
+    if what == "checkpoint":
+        ledger.train([AttemptKey(0, 0)], 1)
+        ledger.cut(1)
+    ledger.check()
+    TOUCHES[what](ledger)
+    spoil(ledger)
+    with pytest.raises(BooksError, match=r"task [tu]: issued"):
+        ledger.check()
+
+
+def test_cuts_are_in_order_and_need_a_run() -> None:
+    """One update is cut again only after its checkpoint is complete."""
+    with pytest.raises(BooksError, match="no lineage is open"):
+        Ledger().cut(0)
+    ledger = ledger_with(AttemptKey(0, 0))
+    ledger.train([AttemptKey(0, 0)], 1)
+    ledger.cut(5)
+    for update in (4, 5):
+        with pytest.raises(BooksError, match=f"checkpoint {update} is cut after update 1 and checkpoint 5"):
+            ledger.cut(update)
+    ledger.checkpoint(5)
+    ledger.cut(5)
