@@ -61,6 +61,38 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names(tmp_path) == ["step-1"]
 
 
+def test_a_full_disk_while_old_ones_are_removed_is_a_clear_error_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed 4806 of the simulation: the new checkpoint is complete by then, and stays."""
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+
+    def full(path: Path) -> None:
+        if path.name == "step-1":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "fsync_folder", full)
+    with pytest.raises(RecordError, match=r"removing the old checkpoint .*step-1: the disk is full.*resume"):
+        write(store, 2)
+    latest = CheckpointStore(tmp_path, keep=1).latest()
+    assert latest is not None and latest.step == 2 and names(tmp_path) == ["step-2"]
+
+
+@pytest.mark.parametrize("leftover", ["step-3.tmp", "step-3"])
+def test_what_cannot_be_cleaned_up_is_a_clear_error(
+    leftover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / leftover).mkdir()
+
+    def read_only(path: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", read_only)
+    with pytest.raises(RecordError, match=r"opening .* failed: Read-only file system"):
+        CheckpointStore(tmp_path, keep=1)
+
+
 def test_incomplete_and_foreign_folders_are_ignored(tmp_path: Path) -> None:
     """Failure 116: a half-written folder is never taken for the newest."""
     store = CheckpointStore(tmp_path, keep=2)

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.record.files import RecordError, disk_error, fsync_file, fsync_folder, write_json_atomically
+from headrace.record.files import (
+    RecordError,
+    clear_errors,
+    disk_error,
+    fsync_file,
+    fsync_folder,
+    write_json_atomically,
+)
 
 _NAME = re.compile(r"step-(\d+)$")
 _MARKER = "COMPLETE"
@@ -56,13 +63,15 @@ class CheckpointStore:
             raise ValueError(f"checkpoint.keep = {keep}: at least one complete checkpoint must be kept")
         self._path = path
         self._keep = keep
-        path.mkdir(parents=True, exist_ok=True)
-        self._clean_up()
+        with clear_errors(path, "opening"):
+            path.mkdir(parents=True, exist_ok=True)
+            self._clean_up()
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
         """A folder to write the checkpoint of ``step`` into. On leaving, everything in it is flushed, it is renamed and
-        the marker is written last; then surplus old ones are removed. If the block raises, nothing remains."""
+        the marker is written last; then surplus old ones are removed. If the block raises, nothing remains. Raises
+        RecordError (disk full and the like); where that came of an old one's removal, the new one is complete."""
         final = self._path / f"step-{step}"
         aside = self._path / f"step-{step}.tmp"
         if aside.exists():
@@ -139,9 +148,10 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
 
 def _remove(folder: Path) -> None:
     """Unmark first, so that a kill in the middle leaves an incomplete one, not a complete one with holes."""
-    (folder / _MARKER).unlink()
-    fsync_folder(folder)
-    shutil.rmtree(folder)
+    with clear_errors(folder, "removing the old checkpoint"):
+        (folder / _MARKER).unlink()
+        fsync_folder(folder)
+        shutil.rmtree(folder)
 
 
 def _write_marker(folder: Path) -> None:

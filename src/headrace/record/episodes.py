@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.record.files import RecordError, disk_error, fsync_file, fsync_folder
+from headrace.record.files import RecordError, clear_errors, disk_error, fsync_file, fsync_folder
 from headrace.record.ledger_store import Survival
 from headrace.record.segments import SegmentWriter, read_segment
 from headrace.types import (
@@ -125,9 +125,10 @@ class EpisodeWriter:
     def __init__(self, path: Path, lineage: int) -> None:
         self._path = path
         self._lineage = lineage
-        path.mkdir(parents=True, exist_ok=True)
-        for aside in path.glob("*.tmp"):
-            aside.unlink()
+        with clear_errors(path, "opening"):
+            path.mkdir(parents=True, exist_ok=True)
+            for aside in path.glob("*.tmp"):
+                aside.unlink()
         taken = [int(m[3]) for f in path.iterdir() if (m := _NAME.match(f.name)) and int(m[2]) == lineage]
         self._number = max(taken, default=-1) + 1
         self._writer: SegmentWriter | None = None
@@ -155,7 +156,8 @@ class EpisodeWriter:
         thread while new segments are written. A kill leaves either form whole."""
         for file in segments:
             if file.with_suffix(".parquet").exists():  # a kill came before the JSON lines were removed
-                file.unlink()
+                with clear_errors(file, "removing"):
+                    file.unlink()
             else:
                 _compact_file(file)
 

@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +28,15 @@ def disk_error(path: Path, what: str, error: OSError) -> RecordError:
             "and resume the run"
         )
     return RecordError(f"{what} {path} failed: {error.strerror or error}. What was committed before is whole")
+
+
+@contextmanager
+def clear_errors(path: Path, what: str) -> Iterator[None]:
+    """An OSError inside becomes a :func:`disk_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, what, error) from error
 
 
 def fsync_folder(path: Path) -> None:
@@ -88,11 +99,16 @@ class FileLock:
         if self._path in _held:
             raise RecordError(f"{what} is open in this process already ({path}); close it first")
         self._fd = -1
-        while self._fd < 0:
-            self._fd = self._take(what)
-        _held.add(self._path)
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        with clear_errors(self._path, "locking"):
+            while self._fd < 0:
+                self._fd = self._take(what)
+            _held.add(self._path)
+            try:
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            except OSError:
+                self.release()
+                raise
 
     def _take(self, what: str) -> int:
         """Open and lock the file; -1 where its last holder removed it in between."""
@@ -103,7 +119,7 @@ class FileLock:
             holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
             os.close(fd)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise disk_error(self._path, "locking", error) from error
+                raise
             message = f"{what} is being written by {holder} ({self._path}); wait for it, or end it"
             raise RecordError(message) from None
         if self._path.exists() and self._path.stat().st_ino == os.fstat(fd).st_ino:

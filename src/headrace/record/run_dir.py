@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.record.files import FileLock, RecordError, write_atomically, write_json_atomically
+from headrace.record.files import FileLock, RecordError, clear_errors, write_atomically, write_json_atomically
 from headrace.record.redact import redact
 
 __all__ = ["SCHEMA_VERSION", "RunDirectory", "collect_run_info", "read_run_info", "write_atomically"]
@@ -85,7 +85,8 @@ class RunDirectory:
         """Make the folder of a new run. Raises RecordError where ``path`` holds anything already."""
         if path.exists() and not path.is_dir():
             raise RecordError(f"the output folder {path} is a file; choose another name or output_dir")
-        path.mkdir(parents=True, exist_ok=True)
+        with clear_errors(path, "making the run's folder"):
+            path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path / "lock", f"run {path.name}")
         try:
             _refuse_other_content(path)
@@ -106,8 +107,9 @@ class RunDirectory:
         return run
 
     def _make_folders(self) -> None:
-        for folder in (self.ledger_path, self.episodes_path, self.spans_path, self.checkpoints_path):
-            folder.mkdir(exist_ok=True)
+        with clear_errors(self.path, "making the folders of"):
+            for folder in (self.ledger_path, self.episodes_path, self.spans_path, self.checkpoints_path):
+                folder.mkdir(exist_ok=True)
 
     @property
     def ledger_path(self) -> Path:

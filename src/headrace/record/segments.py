@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace.record.files import FileLock, RecordError, disk_error, fsync_folder, write_all
+from headrace.record.files import FileLock, RecordError, clear_errors, disk_error, fsync_folder, write_all
 
 _CHUNK_BYTES = 1 << 20
 
@@ -22,7 +22,8 @@ class SegmentWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with clear_errors(path.parent, "opening"):
+            path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._lock = FileLock(path.with_name(f".{path.name}.lock"), f"segment {path.name}")
         try:
