@@ -21,7 +21,7 @@ from headrace.errors import ConfigError
 from headrace.model.head import output_head
 from headrace.model.load import LoadedModel, load_model
 from headrace.model.logprobs import token_logprobs
-from headrace.model.packing import pack, split_microbatches
+from headrace.model.packing import packed_rows
 from headrace.model.paths import resolve_model_path
 from headrace.types import RolloutBatch, Sample
 
@@ -53,8 +53,8 @@ class Teacher:
         head = output_head(model, self.loaded.vocab_size)
         weight = next(model.parameters())
         out = [torch.zeros(len(sample.ids)) for sample in samples]
-        for items in split_microbatches(samples, self.trainer.max_microbatch_tokens, share_prompts=share):
-            row = pack(items, share_prompts=share, dtype=weight.dtype, device=weight.device)
+        limit = self.trainer.max_microbatch_tokens
+        for row in packed_rows(samples, limit, share_prompts=share, dtype=weight.dtype, device=weight.device):
             logprobs_N, _ = token_logprobs(model, head, row, max_logit_tokens=self.trainer.max_logit_tokens)
             for index, logprobs_T in zip(row.indices, row.scatter(logprobs_N), strict=True):
                 out[index] = logprobs_T

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.model.linear import OneDnnLinear, onednn_serves, product, use_onednn
+from headrace.model.linear import OneDnnLinear, onednn_serves, product, round_up, use_onednn
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
@@ -16,7 +16,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(7, 24), (2, 5, 24), (1, 1, 24)])
+@pytest.mark.parametrize("shape", [(8, 24), (7, 24), (2, 6, 24), (2, 5, 24), (1, 1, 24)])
 def test_same_value_and_gradients_as_in_float64(shape: tuple[int, ...], bias: bool) -> None:
     """I4: no further from float64 than 1e-6, for input, weight and bias."""
     torch.manual_seed(0)
@@ -74,3 +74,34 @@ def test_product_of_a_transposed_view() -> None:
     torch.manual_seed(1)
     weight, grad = torch.randn(40, 24), torch.randn(7, 40)
     assert _relative(product(grad, weight.t()), grad.double() @ weight.double()) < 1e-6
+
+
+def test_products_are_made_of_few_numbers_of_rows() -> None:
+    """oneDNN keeps code for each: batches of every length would fill the memory."""
+    numbers = [round_up(n) for n in range(1, 1025)]
+    assert len(set(numbers)) == 48 and all(round_up(n) == n for n in numbers)
+    assert all(n <= r <= max(n + 3, 1.25 * n) for n, r in enumerate(numbers, start=1))
+    weight, bias = torch.randn(40, 24), torch.randn(40)
+    for num_rows in (1, 5, 32, 33, 65, 300):
+        input = torch.randn(num_rows, 24)
+        found = product(input, weight, bias)
+        assert found.shape == (num_rows, 40)
+        assert _relative(found, input.double() @ weight.double().T + bias) < 1e-6
+
+
+def test_an_odd_number_of_rows_is_not_new_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer leaves it to the other library, forward and backward."""
+    seen: list[int] = []
+    plain = torch.ops.mkldnn._linear_pointwise
+
+    class Watched:
+        def _linear_pointwise(self, input: Tensor, *rest: object) -> Tensor:
+            seen.append(len(input))
+            return plain(input, *rest)
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Watched())
+    layer = nn.Linear(8, 4)
+    use_onednn(layer)
+    for num_rows in range(1, 70):
+        layer(torch.randn(num_rows, 8, requires_grad=True)).sum().backward()
+    assert set(seen) == {round_up(n) for n in range(1, 66)} - {80}

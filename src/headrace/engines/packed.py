@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from headrace.model.linear import PLAIN, onednn_serves
+from headrace.model.linear import PLAIN, onednn_serves, product
 
 _ROWS = 32
 """The number of rows that a layout is chosen for; it serves any number."""
@@ -71,8 +70,8 @@ class PackedLinear(nn.Module):
         if self._packed is None or self.weight._version != self._packed_version:
             self._packed_version = self.weight._version
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _ROWS)
-        output = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
-        return cast(Tensor, output)
+        output = product(input.reshape(-1, self.in_features), self._packed, self.bias)
+        return output.view(*input.shape[:-1], self.out_features)
 
     def drop(self) -> None:
         self._packed = None

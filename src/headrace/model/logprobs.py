@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from headrace.model.attention import Routing
 from headrace.model.head import OutputHead, VocabShard
-from headrace.model.linear import onednn_serves, product
+from headrace.model.linear import onednn_serves, product, round_up
 from headrace.model.packing import PackedRow
 
 
@@ -220,8 +220,10 @@ def _score(chunk: _Chunk, plan: _Plan, hidden_UD: Tensor, weight_VD: Tensor, bia
 
 
 def _product(input_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """[R, N]: input @ weight.T + bias, in the faster library."""
-    if onednn_serves(input_RK) and onednn_serves(weight_NK):
+    """[R, N]: input @ weight.T + bias, in the faster library. An input that is longer than its product is not copied
+    for it."""
+    is_worth_it = len(weight_NK) > input_RK.shape[1] or len(input_RK) == round_up(len(input_RK))
+    if is_worth_it and onednn_serves(input_RK) and onednn_serves(weight_NK):
         return product(input_RK, weight_NK, bias_N)
     return torch.nn.functional.linear(input_RK, weight_NK, bias_N)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from headrace.model.attention import AttentionLayout
 from headrace.model.layout import PackedLayout, TreeShape
+from headrace.model.linear import onednn_computes, round_up
 from headrace.types import AttemptKey, Sample
 
 IndexedSample = tuple[int, Sample]
@@ -153,7 +154,7 @@ def packed_rows(
 ) -> Iterator[PackedRow]:
     """The samples' micro-batches, one packed row after the other."""
     for items in split_microbatches(samples, max_tokens, share_prompts=share_prompts):
-        yield pack(items, share_prompts=share_prompts, dtype=dtype, device=device)
+        yield fitted(pack(items, share_prompts=share_prompts, dtype=dtype, device=device), dtype)
 
 
 def _prompt_key(item: IndexedSample, share_prompts: bool) -> object:
@@ -270,7 +271,8 @@ def _recorded(trees: Sequence[tuple[TreeShape, list[IndexedSample]]], device: to
 def pad_row(row: PackedRow, num_tokens: int) -> PackedRow:
     """``row`` with tokens of id 0 behind it, up to ``num_tokens``; nobody attends to them and nothing reads them.
 
-    For places where several processes must agree on a length (pipeline stages, context parallel)."""
+    For places where several processes must agree on a length (pipeline stages, context parallel), and for
+    :func:`fitted`."""
     missing = num_tokens - row.num_tokens
     if missing <= 0:
         return row
@@ -284,6 +286,13 @@ def pad_row(row: PackedRow, num_tokens: int) -> PackedRow:
         uses_T=_padded(row.uses_T, missing, 0),
         recorded_TLK=None if row.recorded_TLK is None else _padded(row.recorded_TLK, missing, -1),
     )
+
+
+def fitted(row: PackedRow, dtype: torch.dtype) -> PackedRow:
+    """``row`` with a number of tokens that products in ``dtype`` like: a few more where they run in oneDNN."""
+    if not onednn_computes(dtype, row.ids_1T.device):
+        return row
+    return pad_row(row, round_up(row.num_tokens))
 
 
 def _padded(values_T: Tensor, missing: int, value: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.algorithms.fields import LossOutput, Minibatch
 from headrace.config.schema import TrainerConfig
 from headrace.model.load import DTYPES, LoadedModel
-from headrace.model.packing import PackedRow, empty_row, pack
+from headrace.model.packing import PackedRow, empty_row, fitted, pack
 from headrace.model.parallel.apply import parallelize, parallelize_frozen
 from headrace.model.parallel.forecast import Pass
 from headrace.model.parallel.mesh import ParallelMesh
@@ -243,7 +243,8 @@ class ParallelTrainer:
             num_stages=parallel.pp,
         )
         device = torch.device(self._mesh.dense.device_type)
-        rows = [pack(b, share_prompts=config.share_prompts, dtype=self._dtype, device=device) for b in own]
+        packed = [pack(b, share_prompts=config.share_prompts, dtype=self._dtype, device=device) for b in own]
+        rows = [fitted(row, self._dtype) for row in packed]
         return rows + [empty_row(self._dtype, device) for _ in range(num_rows - len(rows))]
 
     def _gather(self, samples: Sequence[Sample], own: dict[int, Tensor]) -> list[Tensor]:

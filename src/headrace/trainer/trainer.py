@@ -24,7 +24,7 @@ from headrace.config.schema import ParallelConfig, TrainerConfig
 from headrace.model.head import output_head
 from headrace.model.load import LoadedModel
 from headrace.model.logprobs import hidden_states, score_hidden
-from headrace.model.packing import PackedRow, pack, split_microbatches
+from headrace.model.packing import PackedRow, packed_rows
 from headrace.model.parallel.forecast import Pass
 from headrace.model.routing import RouterPass
 from headrace.protocols import Algorithm, WeightUpdate, WholeMinibatchAlgorithm
@@ -281,11 +281,9 @@ class PolicyTrainer:
             self._last_logprobs[sample.id] = logprobs_T
 
     def _rows(self, samples: Sequence[Sample]) -> Iterator[PackedRow]:
-        config = self._config
-        weight = next(self._model.parameters())
-        share = config.share_prompts
-        for items in split_microbatches(samples, config.max_microbatch_tokens, share_prompts=share):
-            yield pack(items, share_prompts=share, dtype=weight.dtype, device=weight.device)
+        weight, limit = next(self._model.parameters()), self._config.max_microbatch_tokens
+        share = self._config.share_prompts
+        return packed_rows(samples, limit, share_prompts=share, dtype=weight.dtype, device=weight.device)
 
     def _score_hidden(self, model: PreTrainedModel, hidden_UD: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
         head = output_head(model, self._loaded.vocab_size)
