@@ -80,6 +80,19 @@ def test_selector_says_how_many_groups_are_missing() -> None:
     assert [g.id for g in selector.select([group(0, 1)], {}, version=1, min_groups=1).batch] == [0]
 
 
+def test_a_smaller_batch_has_as_many_groups_as_were_asked_for() -> None:
+    """And never none: a batch of nothing would count as a step."""
+    selector = BatchSelector(3, 2)
+    assert selector.select([group(0, 1)], {}, version=1, min_groups=2).num_missing == 1
+    assert selector.select([], {}, version=1, min_groups=0).num_missing == 1
+
+
+def test_stale_groups_fill_no_batch() -> None:
+    """I9: two are there, one of them is dropped, so one is missing."""
+    chosen = BatchSelector(2, 1, "drop").select([group(0, 0), group(1, 2)], {}, version=2)
+    assert ([g.id for g in chosen.stale], chosen.batch, chosen.num_missing) == ([0], (), 1)
+
+
 def test_the_step_waits_for_a_group_that_would_grow_too_old() -> None:
     """I7: K=1, a running group of version 0 must be in the batch of version 1."""
     selector = BatchSelector(1, 1)
