@@ -23,5 +23,14 @@ EQUIVALENT: dict[str, str] = {
     "fields.mean_correction is None": "a batch-normalised correction weighs; the test tells the type checker",
     "algorithms.objectives._tv_trusted: x.logprobs_N.detach() -> x.logprobs_N": _NO_GRADIENT,
     "algorithms.objectives.dppo_kl: x.logprobs_N.detach() -> x.logprobs_N": _NO_GRADIENT,
+    "control.checks._check_numbers: version is None or "
+    "(current_version is not None and version.number > current_version)"
+    " -> current_version is not None and version.number > current_version": "versions were compared with the trace's, "
+    "whose spans tile; the test tells the type checker",
+    "control.router.prefixes: start:start + BLOCK_TOKENS -> :start + BLOCK_TOKENS": "the chain holds what is before "
+    "the block already; a name is that of the whole prefix either way",
+    "control.samples._sample: first is not None and first.source is Source.POLICY -> first.source is Source.POLICY": (
+        "a branch is only asked for where it has sampled ids; the test tells the type checker"
+    ),
 }
 """``room.module.function: before -> after`` -> why it survives."""

@@ -118,6 +118,7 @@ CONTROL = Room(
         "tests/unit/test_control_terms.py",
         "tests/unit/test_control_terms_router.py",
         "tests/unit/test_control_terms_samples.py",
+        "tests/unit/test_control_terms_watchdog.py",
         "tests/unit/test_control_engine_states.py",
         "tests/unit/test_control_lease.py",
         "tests/unit/test_control_router.py",

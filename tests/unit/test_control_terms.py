@@ -263,3 +263,31 @@ def test_cuts_are_in_order_and_need_a_run() -> None:
             ledger.cut(update)
     ledger.checkpoint(5)
     ledger.cut(5)
+
+
+def test_a_group_that_got_a_retry_in_between_is_not_closed() -> None:
+    """It had nothing in flight at one update; at the next one it has."""
+    first, other = AttemptKey(0, 0), AttemptKey(1, 0)
+    ledger = ledger_with(first, other)
+    ledger.fail([first], "timeout")
+    ledger.train([other], 1)
+    again, third = first._replace(retry=1), AttemptKey(2, 0)
+    ledger.issue([again, third], "t", PolicyVersion(0, 0))
+    ledger.train([third], 2)
+    ledger.fail([again], "timeout")
+    assert not ledger.in_flight
+
+
+def test_an_attempt_that_was_never_issued_is_told_so_in_an_open_group() -> None:
+    ledger = ledger_with(AttemptKey(0, 0))
+    with pytest.raises(BooksError, match="it was never issued"):
+        ledger.fail([AttemptKey(0, 1)], "timeout")
+
+
+def test_long_lists_of_attempts_are_cut_and_empty_ones_are_none() -> None:
+    ledger = ledger_with(*(AttemptKey(0, member) for member in range(10)))
+    with pytest.raises(BooksError, match=r"lost by the loop: g0m0, .*g0m7 and 2 more; unknown to the ledger: none"):
+        ledger.check([])
+    ledger = ledger_with(*(AttemptKey(0, member) for member in range(8)))
+    with pytest.raises(BooksError, match=r"lost by the loop: g0m0, .*g0m7; unknown"):
+        ledger.check([])

@@ -305,7 +305,7 @@ class Ledger:
         for group in settled & self._settled_before:
             del self._groups[group]
             self._closed.add(group)
-        self._settled_before = settled - self._settled_before
+        self._settled_before = settled
 
     def _commit(self, update: int) -> None:
         entries: Entries = Counter()
