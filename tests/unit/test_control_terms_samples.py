@@ -37,9 +37,10 @@ def test_every_check_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     other_prompt = episode(template(1, 3), policy(7, 8, parent=0), member=1)
     with pytest.raises(GuardError, match="differ in their prompts"):
         checked_samples([group(GOOD, other_prompt)], 1.0, 3)
-    text_only = replace(GOOD, turns=(Turn(reply="x"),), trace=Trace())
-    with pytest.raises(GuardError, match="an engine of text played it"):
-        checked_samples([group(text_only)], 1.0, 3)
+    for trace in (Trace(), Trace(segments=(template(1, 2),))):
+        text_only = replace(GOOD, turns=(Turn(reply="x"),), trace=trace)
+        with pytest.raises(GuardError, match="an engine of text played it"):
+            checked_samples([group(text_only)], 1.0, 3)
 
     def forgetful(*arguments: object) -> Sequence[Sample]:
         return [replace(s, mask=(0,) * len(s.mask)) for s in samples_from_episode(*arguments)]  # type: ignore[arg-type]
