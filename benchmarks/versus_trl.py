@@ -7,9 +7,9 @@
 * ``C``: A with headrace's default of skipping groups whose gradient is provably zero (TRL has no such thing): seconds
   until the mean reward of three successive steps is above 0.9.
 
-Each round runs headrace, then TRL, each in a process of its own, with a seed of the round's. The first step of a
-run warms up and does not count for A and B; C counts from the begin of the first step. The last line printed is one
-JSON object: figures of each round, medians, ratios (above 1: headrace is faster), and whether the targets were met.
+Each round runs headrace, then TRL, each in a process of its own, with one seed for both. The first step of a run warms
+up and does not count for A and B; C counts from the begin of the first step. The last line printed is one JSON object:
+figures of each round, medians, ratios (above 1: headrace is faster), and whether the targets were met.
 docs/benchmarks.md says what exactly is measured and how equal the two sides are.
 """
 
