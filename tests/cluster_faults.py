@@ -100,6 +100,10 @@ class Run:
         return self._log.read_text() + (journal.read_text() if journal.exists() else "")
 
     @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
     def updates(self) -> int:
         """Published so far, along the surviving chain."""
         return max(metric(self.run_dir, "update"), default=0) if (self.run_dir / "metrics.jsonl").exists() else 0

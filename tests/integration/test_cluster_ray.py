@@ -64,7 +64,7 @@ def written(folder: Path, num_batches: int, **more: Any) -> tuple[Path, Path]:
 def test_every_role_dies_once_and_a_node_is_lost(nodes: Nodes, tmp_path: Path) -> None:
     """One run: each role is killed once, then the node of the controller or, where that is the head, another one."""
     rng = random.Random(0)
-    num_batches = 16
+    num_batches = 30
     toml, run_dir = written(tmp_path, num_batches)
     with running(toml, run_dir, nodes) as run:
         for number, role in enumerate(("environment", "reward", "engine", "trainer", "controller")):
@@ -75,6 +75,7 @@ def test_every_role_dies_once_and_a_node_is_lost(nodes: Nodes, tmp_path: Path) -
         head, *others = nodes.nodes
         node = run.actors("controller")[0]["node"]
         nodes.lose(node if node != head else others[0])
+        assert run.is_running, "the run ended before a node was lost"
         run.wait(END_DEADLINE_S)
         print_summary(run, 6, "each once")
     nodes.add(NUM_CPUS)
@@ -118,7 +119,7 @@ def test_a_run_that_the_cluster_has_no_room_for_says_what_it_needs(nodes: Nodes,
 def test_five_kills_at_random_moments(role: str, nodes: Nodes, tmp_path: Path) -> None:
     """Between two kills the run must have gone on: the next comes at a random moment after a further update."""
     rng = random.Random(role)
-    num_batches = 14
+    num_batches = 60  # of a third of a second each where nothing is lost: more than the five moments take
     toml, run_dir = written(tmp_path, num_batches)
     with running(toml, run_dir, nodes) as run:
         for number in range(5):
@@ -139,12 +140,13 @@ def test_five_kills_at_random_moments(role: str, nodes: Nodes, tmp_path: Path) -
 def test_the_loss_of_a_node(nodes: Nodes, tmp_path: Path) -> None:
     """A node with workers on it, then, on the cluster made whole again, another."""
     rng = random.Random(1)
-    num_batches = 10
+    num_batches = 30
     toml, run_dir = written(tmp_path, num_batches)
     with running(toml, run_dir, nodes) as run:
         for number in range(2):
             run.until(lambda number=number: run.updates >= 2 + 3 * number, f"update {2 + 3 * number}")
             nodes.lose(rng.choice(nodes.nodes[1:]))
+            assert run.is_running, "the run ended before a node was lost"
             nodes.add(NUM_CPUS)
         run.wait(END_DEADLINE_S)
         print_summary(run, 2, "nodes")
