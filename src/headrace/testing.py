@@ -13,6 +13,7 @@ Example::
 from __future__ import annotations
 
 import string
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,6 +174,19 @@ def save_tiny(path: Path, *, alphabet: str = ALPHABET, **model_options: Any) -> 
     tiny_model(**{"vocab_size": len(tokenizer), **model_options}).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def make_reply(
+    rng: random.Random, vocab_size: int, max_length: int, earlier: Sequence[Sequence[int]] = ()
+) -> list[int]:
+    """Random ids of random length. Where there are ``earlier`` replies of the group, it often begins like one of them,
+    as replies of one policy do, and may be the beginning of it or the whole."""
+    reply = [rng.randrange(vocab_size) for _ in range(rng.randint(1, max_length))]
+    if earlier and rng.random() < 0.7:
+        other = rng.choice(earlier)
+        begin = other[: rng.randint(1, len(other))]
+        reply = [*begin, *(reply if rng.random() < 0.8 else ())][:max_length]
+    return reply
 
 
 def make_sample(

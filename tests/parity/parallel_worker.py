@@ -33,7 +33,7 @@ from headrace.model.parallel.forecast import Pass, forecast
 from headrace.model.parallel.mesh import ParallelMesh, join_processes
 from headrace.model.parallel.state import like
 from headrace.protocols import AlgorithmNeeds
-from headrace.testing import Reinforce, compute_in_float64, make_sample, tiny_model, tiny_tokenizer
+from headrace.testing import Reinforce, compute_in_float64, make_reply, make_sample, tiny_model, tiny_tokenizer
 from headrace.trainer.distributed import ParallelTrainer
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.trainer.weights import NonFiniteError
@@ -64,8 +64,10 @@ def make_samples(num_groups: int = 4, seed: int = 0) -> tuple[Sample, ...]:
     samples = []
     for group in range(num_groups):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+        replies: list[list[int]] = []
         for member in range(3):
-            reply = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
+            reply = make_reply(rng, VOCAB, 14, replies)
+            replies.append(reply)
             mask = [int(rng.random() < 0.8) for _ in reply]
             mask[rng.randrange(len(reply))] = 1
             samples.append(

@@ -13,7 +13,7 @@ from headrace.algorithms.fields import Minibatch, Totals
 from headrace.config.schema import TrainerConfig
 from headrace.errors import ConfigError
 from headrace.model.load import prepare_model
-from headrace.testing import Reinforce, compute_in_float64, make_sample, tiny_model, tiny_tokenizer
+from headrace.testing import Reinforce, compute_in_float64, make_reply, make_sample, tiny_model, tiny_tokenizer
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import Sample
 
@@ -40,8 +40,10 @@ def make_samples() -> tuple[Sample, ...]:
     samples = []
     for group, prompt_length in enumerate((7, 1, 12)):
         prompt = [rng.randrange(VOCAB) for _ in range(prompt_length)]
+        replies: list[list[int]] = []
         for member in range(4):
-            reply = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 11))]
+            reply = make_reply(rng, VOCAB, 11, replies)
+            replies.append(reply)
             mask = [int(rng.random() < 0.8) for _ in reply]
             mask[rng.randrange(len(reply))] = 1
             samples.append(make_sample(prompt, reply, group=group, member=member, reply_mask=mask))

@@ -142,13 +142,15 @@ class UsedIds:
 # ---------------------------------------------------------------------------------------------------- engine
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("max_batch_size", [64, 2])
-def test_the_engine_records_every_token_that_it_computed(max_batch_size: int) -> None:
-    """F11: one entry for each token but the last, prompt and reply, in its place, whatever the batch was."""
+def test_the_engine_records_every_token_that_it_computed(max_batch_size: int, temperature: float) -> None:
+    """F11: one entry for each token but the last, prompt and reply, in its place, whatever the batch was; of members
+    that agree (greedy ones), whose tokens are computed once, each has the record."""
     loaded = moe_model()
     engine = engine_of(loaded.model, max_batch_size=max_batch_size)
     assert engine.capabilities.routing_ids
-    asked = [replace(a, sampling=replace(a.sampling, max_new_tokens=3 + 2 * n)) for n, a in enumerate(ask())]
+    asked = [replace(a, sampling=replace(a.sampling, max_new_tokens=3 + 2 * n)) for n, a in enumerate(ask(temperature=temperature))]
     for a, reply in zip(asked, generate(engine, asked), strict=True):
         ids = a.prompt_ids + reply.ids
         assert reply.routing is not None and reply.routing.num_tokens == len(ids) - 1

@@ -12,7 +12,7 @@ from headrace.config.schema import TrainerConfig
 from headrace.model.attention import ATTENTION_NAME
 from headrace.model.load import prepare_model
 from headrace.protocols import AlgorithmNeeds
-from headrace.testing import Reinforce, compute_in_float64, make_sample, tiny_model, tiny_tokenizer
+from headrace.testing import Reinforce, compute_in_float64, make_reply, make_sample, tiny_model, tiny_tokenizer
 from headrace.trainer.trainer import PolicyTrainer
 from headrace.types import Sample
 
@@ -32,8 +32,10 @@ def make_samples(seed: int = 0) -> tuple[Sample, ...]:
     samples = []
     for group, prompt_length in enumerate((7, 1, 12)):
         prompt = [rng.randrange(VOCAB) for _ in range(prompt_length)]
+        replies: list[list[int]] = []
         for member in range(4):
-            reply = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 11))]
+            reply = make_reply(rng, VOCAB, 11, replies)
+            replies.append(reply)
             mask = [int(rng.random() < 0.8) for _ in reply]
             mask[rng.randrange(len(reply))] = 1
             temperature = 1.0 if group < 2 else 0.7
@@ -110,7 +112,7 @@ LAYOUTS = {
     "one row, shared": {"max_microbatch_tokens": 8192, "share_prompts": True},
     "one row, not shared": {"max_microbatch_tokens": 8192, "share_prompts": False},
     "two rows, shared": {"max_microbatch_tokens": 70, "share_prompts": True},
-    "four rows, shared": {"max_microbatch_tokens": 35, "share_prompts": True},
+    "four rows, shared": {"max_microbatch_tokens": 30, "share_prompts": True},
     "ragged, not shared": {"max_microbatch_tokens": 41, "share_prompts": False},
     "one episode a row": {"max_microbatch_tokens": 16, "share_prompts": True},
     "logits in chunks": {"max_logit_tokens": 5, "share_prompts": True},
@@ -154,14 +156,14 @@ def test_layouts_really_differ() -> None:
 
 
 def test_replies_in_chunks_of_a_long_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree above the chunk limit attends prompt and replies in several calls; the gradient stays the same."""
-    monkeypatch.setattr("headrace.model.layout.MAX_CHUNK_TOKENS", 15)
+    """A tree above the chunk limit attends in several calls, over the pieces of its path; the gradient stays the same."""
+    monkeypatch.setattr("headrace.model.layout.MAX_CHUNK_TOKENS", 4)
     samples = make_samples()
     algorithm = algorithm_of(samples)
     _, expected = plain_gradients(make_trainer("llama-untied-gqa", "float64"), samples, algorithm)
     trainer = make_trainer("llama-untied-gqa", "float64")
     row = next(iter(trainer._rows(samples)))
-    assert any(call.prompt is not None for call in row.layout._calls)
+    assert any(len(call.before) > 1 for call in row.layout._calls)
     _, found = gradients(trainer, samples, algorithm)
     assert worst(found, expected) <= 1e-10
 

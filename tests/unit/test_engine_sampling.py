@@ -161,3 +161,16 @@ def test_bfloat16_logits_are_scored_in_float32():
     expected = logits.float().log_softmax(-1)
     for row in range(2):
         assert draws.logprobs[row] == pytest.approx(float(expected[row, draws.ids[row]]), abs=1e-6)
+
+
+def test_draws_from_one_row_are_those_from_copies_of_it():
+    """I18: rows of a batch whose tokens agree share their logits, and each draws bit for bit as from its own."""
+    torch.manual_seed(1)
+    logits = torch.randn(4, 700)
+    samplings = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=9), Sampling(top_p=0.7)]
+    row_of = [2, 0, 0, 3, 1, 2, 0, 3]
+    uniforms = [uniform(7, t) for t in range(8)]
+    shared = Sampler(700)(logits, samplings, uniforms, row_of)
+    copied = Sampler(700)(logits[row_of], [samplings[row] for row in row_of], uniforms)
+    assert shared == copied
+    assert len({shared.ids[1], shared.ids[2], shared.ids[6]}) > 1

@@ -13,7 +13,7 @@ from headrace.model.head import output_head
 from headrace.model.logprobs import token_logprobs
 from headrace.model.packing import PackedRow, input_length, pack, split_microbatches
 from headrace.testing import make_sample, tiny_model
-from headrace.types import Sample
+from headrace.types import RoutingIds, Sample
 
 CPU = torch.device("cpu")
 
@@ -142,3 +142,34 @@ def test_microbatches_are_balanced() -> None:
     mixed = [make_sample([1], [2] * n, group=g) for g, n in enumerate(lengths)]
     sizes = [sum(input_length(s) for _, s in batch) for batch in split_microbatches(mixed, 110, share_prompts=True)]
     assert sizes == [70, 60]
+
+
+def test_what_replies_have_in_common_is_computed_once() -> None:
+    """The docstring's last example: the shared token lies there once, predicts what follows in both, and scores agree."""
+    first = make_sample([1, 2, 3], [10, 20, 21, 11], member=0, reply_mask=[1, 1, 0, 1])
+    second = make_sample([1, 2, 3], [10, 13, 14], member=1)
+    row = packed([first, second])
+    assert row.ids_1T.tolist() == [[1, 2, 3, 10, 20, 21, 13]]
+    assert row.positions_1T.tolist() == [[0, 1, 2, 3, 4, 5, 4]]
+    assert row.predictor_U[row.row_N].tolist() == [2, 3, 5, 2, 3, 6]
+    assert row.uses_T.tolist() == [2, 2, 2, 2, 1, 1, 1]
+    model = tiny_model(initializer_range=0.2)
+    shared, plain = score(model, [first, second]), score(model, [first, second], False)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(shared, plain, strict=True))
+
+
+def test_replies_with_their_own_experts_share_the_prompt_only() -> None:
+    """What an engine's routers chose for a reply belongs to it alone, and is replayed for it."""
+    routing = [RoutingIds((torch.full((5, 1, 2), 3 + m, dtype=torch.int16),)) for m in range(2)]
+    samples = [make_sample([1, 2, 3], [10, 11], member=m, routing=routing[m]) for m in range(2)]
+    row = packed(samples)
+    assert row.ids_1T.tolist() == [[1, 2, 3, 10, 10]]
+    assert row.recorded_TLK is not None
+    assert row.recorded_TLK[:, 0, 0].tolist() == [3, 3, 3, 3, 4]
+
+
+def test_rows_are_filled_by_what_is_computed() -> None:
+    """Equal replies cost the budget once."""
+    samples = [make_sample([1, 2], [3] * 9, member=m) for m in range(20)]
+    assert len(split_microbatches(samples, 16, share_prompts=True)) == 1
+    assert len(split_microbatches(samples, 16, share_prompts=False)) == 20

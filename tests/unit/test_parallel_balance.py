@@ -21,9 +21,10 @@ def samples_of(shape: list[tuple[int, list[int]]], seed: int = 0) -> list[Sample
     for group, (prompt_length, replies) in enumerate(shape):
         prompt = [rng.randrange(50) for _ in range(prompt_length)]
         for member, length in enumerate(replies):
-            out.append(make_sample(prompt, [1] * length, group=group, member=member))
+            first, second = ([rng.randrange(50) for _ in range(length)] for _ in range(2))
+            out.append(make_sample(prompt, first, group=group, member=member))
             if member % 3 == 0:
-                out.append(make_sample([2], [3] * length, group=group, member=member, branch=1, prefix_key="other"))
+                out.append(make_sample([2], second, group=group, member=member, branch=1, prefix_key="other"))
     rng.shuffle(out)
     return out
 

@@ -3,7 +3,7 @@
 Every method is called from one thread, one at a time. A method either does all its work or raises, after which the
 engine is dead: the store may hold half a step.
 
-Legend: B rows, T packed tokens, V vocabulary.
+Legend: B rows, S lines, T packed tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engines.kv import DecodeLayout, Document, PrefillLayout, PrefixCache, RowStore
+from headrace.engines.lines import Lines
 from headrace.engines.sampling import Draws, Sampler
 from headrace.model.routing import RouterRecorder, RouterShape
 from headrace.types import Sampling
@@ -32,22 +33,24 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that gets a row: its prompt, the prompt's cache key, its first draw."""
+    """A request that gets a row: its prompt, the prompt's cache key, its first draw and its line (lines.py)."""
 
     key: Hashable
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     uniform: float
+    line: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """A running row: its newest id (not yet in the store), how many tokens are, and its next draw."""
+    """A running row: its newest id (not yet in the store), how many tokens are, its next draw and its line (lines.py)."""
 
     last_id: int
     length: int
     sampling: Sampling
     uniform: float
+    line: Hashable
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +121,10 @@ class Compute:
         for key, count in _runs([a.key for a in admissions]):
             store.write(row, count, documents[key])
             row += count
-        draws = self._sampler(
-            torch.stack([documents[a.key].logits_V for a in admissions]),
-            [a.sampling for a in admissions],
-            [a.uniform for a in admissions],
-        )
+        lines = Lines([a.line for a in admissions])
+        logits_SV = torch.stack([documents[admissions[i].key].logits_V for i in lines.first_S])
+        samplings = [admissions[i].sampling for i in lines.first_S]
+        draws = self._sampler(logits_SV, samplings, [a.uniform for a in admissions], lines.line_B)
         self._cache.trim(pinned)
         num_prefilled = sum(map(len, missing.values()))
         num_cached = sum(len(a.prompt_ids) for a in admissions) - num_prefilled
@@ -137,11 +139,14 @@ class Compute:
             store.move(*move)
         lengths = [row.length for row in rows]
         store.reserve(len(rows), max(lengths) + 1)
-        layout = DecodeLayout(store, lengths, self._device)
-        ids_B1 = torch.tensor([[row.last_id] for row in rows], device=self._device)
-        logits_B1V, routing = self._forward(ids_B1, layout.positions_B.unsqueeze(1), layout, 0)
-        draws = self._sampler(logits_B1V[:, 0], [row.sampling for row in rows], [row.uniform for row in rows])
-        by_row = [None if routing is None else routing[i : i + 1] for i in range(len(rows))]
+        lines = Lines([row.line for row in rows])
+        layout = DecodeLayout(store, lengths, lines, self._device)
+        first = [rows[i] for i in lines.first_S]
+        ids_S1 = torch.tensor([[row.last_id] for row in first], device=self._device)
+        logits_S1V, routing = self._forward(ids_S1, layout.positions_S.unsqueeze(1), layout, 0)
+        samplings = [row.sampling for row in first]
+        draws = self._sampler(logits_S1V[:, 0], samplings, [row.uniform for row in rows], lines.line_B)
+        by_row = [None if routing is None else routing[line : line + 1] for line in lines.line_B]
         return StepResult(draws, 0, 0, time.perf_counter() - started, by_row)
 
     def num_prefix_bytes(self) -> int:

@@ -355,6 +355,7 @@ class TransformersEngine:
         self._counters["num_prefill_tokens"] += result.num_prefill_tokens
         self._counters["num_cached_prefix_tokens"] += result.num_cached_tokens
         self._deliver(admitted, result, version)
+        lane.part_lines(admitted)
 
     async def _decode_step(self, lane: Lane, moves: list[Move]) -> None:
         version = self.version
@@ -362,6 +363,7 @@ class TransformersEngine:
         self._decode_s += result.duration_s
         self._counters["num_decode_steps"] += 1
         self._deliver(lane.running, result, version)
+        lane.part_lines(lane.running)
 
     def _deliver(self, rows: Sequence[Running], result: StepResult, version: PolicyVersion) -> None:
         draws = result.draws

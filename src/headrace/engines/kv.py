@@ -4,7 +4,7 @@ A layout (``headrace.model.attention.AttentionLayout``) is what attention layers
 :class:`PrefillLayout` for several documents packed into one row without padding, and :class:`DecodeLayout` for one
 new token in each row.
 
-Legend: R rows of the store, B rows in use, H query heads, K key-value heads, G query heads for each of them (H / K),
+Legend: R rows of the store, B rows in use, S lines among them, H query heads, K key-value heads, G query heads for each of them (H / K),
 D head size, T tokens of the pass, L used length, C capacity of a row in tokens.
 """
 
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+
+from headrace.engines.lines import Lines
 
 _MIN_CAPACITY = 64
 
@@ -148,23 +150,30 @@ class RowStore:
 
 
 class DecodeLayout:
-    """One new token for each of the first B rows of a store; row i already holds ``lengths[i]`` tokens."""
+    """One new token for each of the first B rows of a store; row i already holds ``lengths[i]`` tokens.
 
-    def __init__(self, store: RowStore, lengths: Sequence[int], device: torch.device) -> None:
+    The pass computes a token once for all rows of a line (``lines.py``): S tokens in all. Each row keeps keys and values
+    of its own, so that nothing has to be copied where a line parts.
+    """
+
+    def __init__(self, store: RowStore, lengths: Sequence[int], lines: Lines, device: torch.device) -> None:
         self._store = store
-        self._num_rows = len(lengths)
-        self.positions_B = torch.tensor(lengths, device=device)
+        self._line_B, self._first_S = (None, None) if lines.are_single else lines.tensors(device)
+        positions_B = torch.tensor(lengths, device=device)
+        self.positions_S = positions_B if self._first_S is None else positions_B[self._first_S]
         self._used = max(lengths) + 1
-        self._slots_X = store.slots(self.positions_B)
+        self._slots_X = store.slots(positions_B)
         self._mask_B11L: Tensor | None = None
         if min(lengths) + 1 < self._used:
-            hidden_BL = torch.arange(self._used, device=device) > self.positions_B.unsqueeze(1)
+            hidden_BL = torch.arange(self._used, device=device) > positions_B.unsqueeze(1)
             mask_BL = torch.zeros(hidden_BL.shape, dtype=store.dtype, device=device)
             self._mask_B11L = mask_BL.masked_fill_(hidden_BL, float("-inf"))[:, None, None, :]
 
     def attend(
         self, module: nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scaling: float
     ) -> Tensor:
+        if self._line_B is not None:
+            query_BHTD, key_BKTD, value_BKTD = (x[self._line_B] for x in (query_BHTD, key_BKTD, value_BKTD))
         keys_RKCD, values_RKCD = self._store.append(_layer_of(module), self._slots_X, key_BKTD, value_BKTD)
         num_rows, num_query_heads, _, head_size = query_BHTD.shape
         # The G query heads that share a key-value head stand as G queries of it: no copy of keys for each head.
@@ -172,7 +181,8 @@ class DecodeLayout:
         keys_BKLD, values_BKLD = (b[:num_rows, :, : self._used] for b in (keys_RKCD, values_RKCD))
         attend = _attend_in_full if _prefers_products(keys_BKLD) else scaled_dot_product_attention
         out_BKGD = attend(query_BKGD, keys_BKLD, values_BKLD, attn_mask=self._mask_B11L, scale=scaling)
-        return out_BKGD.reshape(num_rows, 1, num_query_heads, -1)
+        out_BTHD = out_BKGD.reshape(num_rows, 1, num_query_heads, -1)
+        return out_BTHD if self._first_S is None else out_BTHD[self._first_S]
 
 
 class PrefixCache:

@@ -7,7 +7,7 @@ run while the engine's rows are held.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.engines.compute import Admission, DecodeRow, Move
@@ -28,6 +28,8 @@ class Lane:
     running: list[Running] = field(default_factory=list)
     kv_is_stale: bool = False
     """The rows' keys and values are older weights' and must be computed anew before the next decode step."""
+    num_lines: int = 0
+    """That were ever numbered."""
 
     @property
     def num_waiting(self) -> int:
@@ -71,11 +73,28 @@ class Lane:
         num = min(self.max_batch_size - len(self.running), len(self.waiting))
         admitted = [self.waiting.popleft() for _ in range(num)]
         self.running.extend(admitted)
+        self._number_lines(admitted, [self._first_line(r.request) for r in admitted])
         admissions = [
-            Admission(self.prompt_key(r.request), r.request.prompt_ids, r.request.sampling, r.next_uniform)
+            Admission(self.prompt_key(r.request), r.request.prompt_ids, r.request.sampling, r.next_uniform, r.line)
             for r in admitted
         ]
         return admitted, admissions, {self.prompt_key(w.request) for w in self.waiting}
 
     def decode_rows(self) -> list[DecodeRow]:
-        return [DecodeRow(r.ids[-1], r.num_stored, r.request.sampling, r.next_uniform) for r in self.running]
+        return [DecodeRow(r.ids[-1], r.num_stored, r.request.sampling, r.next_uniform, r.line) for r in self.running]
+
+    def _first_line(self, request: GenerationRequest) -> Hashable:
+        sampling = request.sampling  # of it, what decides the distribution
+        return self.prompt_key(request), sampling.temperature, sampling.top_p, sampling.top_k
+
+    def part_lines(self, rows: Sequence[Running]) -> None:
+        """After a step: of each line (lines.py), those that drew the same token are a line from here on. Rows that were
+        admitted in different steps never are one: weights may have changed between them."""
+        going_on = [r for r in rows if not r.future.done()]
+        self._number_lines(going_on, [(r.line, r.ids[-1]) for r in going_on])
+
+    def _number_lines(self, rows: Sequence[Running], keys: Sequence[Hashable]) -> None:
+        numbers: dict[Hashable, int] = {}
+        for running, key in zip(rows, keys, strict=True):
+            running.line = numbers.setdefault(key, self.num_lines + len(numbers))
+        self.num_lines += len(numbers)

@@ -26,6 +26,8 @@ class Running:
     spans: list[VersionSpan] = field(default_factory=list)
     routing: list[Tensor] = field(default_factory=list)
     """The prompt's, then one token's for each further step, as the weights of that moment chose."""
+    line: int = -1
+    """Equal for requests whose prompt and tokens have all been the same, see ``Lane.part_lines``."""
 
     @property
     def num_stored(self) -> int:

@@ -1,7 +1,8 @@
 """Samples to micro-batches to packed rows, without padding.
 
 * All samples of one episode are in one micro-batch (sequence-level losses need that).
-* Samples with one ``prefix_key`` are laid side by side, and their shared prompt is computed once.
+* Samples with one ``prefix_key`` are laid side by side as a tree: their shared prompt is computed once, and so is what
+  their replies have in common. Replies of one group begin alike, the more so the surer the policy is.
 * A row ends, for each sample, just before its last trained token: that token is only ever predicted.
 
 Two samples, a prompt of three tokens and the trained tokens in capitals::
@@ -10,12 +11,14 @@ Two samples, a prompt of three tokens and the trained tokens in capitals::
           p q r E F G         position  0 1 2 | 3 4 5 | 3 4
                               predicts  A,E from r (once); B from A; D from c; F from E; G from F
 
+Were E the same id as A, it would lie there once: p q r A | B c | F, and A predict B and F.
+
 Legend: T tokens of the row, U distinct predictors, N trained tokens, L routers, K experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +26,9 @@ import torch
 from torch import Tensor
 
 from headrace.model.attention import AttentionLayout
-from headrace.model.layout import PackedLayout, TreeShape
+from headrace.model.layout import PackedLayout
 from headrace.model.linear import onednn_computes, round_up
+from headrace.model.trees import DistinctTokens, Ids, TokenTree, TreeShape
 from headrace.types import AttemptKey, Sample
 
 IndexedSample = tuple[int, Sample]
@@ -133,20 +137,49 @@ def _fill(samples: Sequence[Sample], max_tokens: int, share_prompts: bool) -> li
         group = group_of.setdefault(sample.key, own)
         groups.setdefault(group, {}).setdefault(sample.key, []).append((index, sample))
     batches: list[list[IndexedSample]] = []
-    size, prompts = max_tokens, set[object]()  # of the last batch; the first group opens one
+    row = RowLength(share_prompts)  # of the last batch; the first group opens one
     for episodes in groups.values():
         whole = [item for episode in episodes.values() for item in episode]
-        if size + _num_new_tokens(whole, prompts, share_prompts) > max_tokens:
-            batches.append([])
-            size, prompts = 0, set()
+        tried = row.with_more(whole)
+        if batches and tried.num_tokens <= max_tokens:
+            batches[-1].extend(whole)
+            row = tried
+            continue
+        batches.append([])
+        row = RowLength(share_prompts)
         for episode in episodes.values():
-            if batches[-1] and size + _num_new_tokens(episode, prompts, share_prompts) > max_tokens:
+            tried = row.with_more(episode)
+            if batches[-1] and tried.num_tokens > max_tokens:
                 batches.append([])
-                size, prompts = 0, set()
-            size += _num_new_tokens(episode, prompts, share_prompts)
-            prompts |= {_prompt_key(item, share_prompts) for item in episode}
+                tried = RowLength(share_prompts).with_more(episode)
             batches[-1].extend(episode)
+            row = tried
     return batches
+
+
+class RowLength:
+    """How many tokens a pass over some samples in one row computes."""
+
+    def __init__(self, share_prompts: bool) -> None:
+        self._share_prompts = share_prompts
+        self._trees: dict[object, DistinctTokens] = {}
+        self.num_tokens = 0
+
+    def with_more(self, items: Sequence[IndexedSample]) -> RowLength:
+        """That of a row which holds ``items``, too. Samples without trained tokens count as nothing."""
+        items = [item for item in items if item[1].num_trained]
+        other = RowLength(self._share_prompts)
+        other._trees, other.num_tokens = dict(self._trees), self.num_tokens
+        trees = {key: DistinctTokens() for key in {_tree_key(item, self._share_prompts) for item in items}}
+        for key in trees.keys() & self._trees.keys():
+            trees[key] = self._trees[key].copy()
+        for item in items:
+            tree = trees[_tree_key(item, self._share_prompts)]
+            other.num_tokens -= tree.num_tokens
+            tree.add(_shareable_ids(item))
+            other.num_tokens += tree.num_tokens
+        other._trees |= trees
+        return other
 
 
 def packed_rows(
@@ -157,41 +190,43 @@ def packed_rows(
         yield fitted(pack(items, share_prompts=share_prompts, dtype=dtype, device=device), dtype)
 
 
-def _prompt_key(item: IndexedSample, share_prompts: bool) -> object:
+def _tree_key(item: IndexedSample, share_prompts: bool) -> object:
     """Samples with one key lie in one tree."""
     index, sample = item
     shared = share_prompts and sample.prefix_key and sample.prefix_length
     return (sample.prefix_key, sample.prefix_length) if shared else index
 
 
-def _num_new_tokens(items: Sequence[IndexedSample], prompts: Set[object], share_prompts: bool) -> int:
-    """Tokens that ``items`` add to a row which holds ``prompts`` already."""
-    replies = sum(input_length(sample) - sample.prefix_length for _, sample in items)
-    length_of = {_prompt_key(item, share_prompts): item[1].prefix_length for item in items}
-    return replies + sum(length for key, length in length_of.items() if key not in prompts)
+def _shareable_ids(item: IndexedSample) -> Ids:
+    """What is computed of a sample, with equal ids where it may be computed once for several samples: what goes into a
+    pass beside ids must be equal, too. The experts that an engine chose for a reply are the sample's own, so its first
+    token is made one that no other has."""
+    index, sample = item
+    ids = sample.ids[: input_length(sample)]
+    if sample.routing is None:
+        return ids
+    start = sample.prefix_length
+    return (*ids[:start], -1 - index, *ids[start + 1 :])[: len(ids)]
 
 
-def _trees(items: Iterable[IndexedSample], share_prompts: bool) -> list[tuple[TreeShape, list[IndexedSample]]]:
-    """Samples by shared prompt, in order of first appearance, each with its tree's lengths."""
+_Tree = tuple[TokenTree, list[IndexedSample]]
+
+
+def _trees(items: Iterable[IndexedSample], share_prompts: bool) -> list[_Tree]:
+    """Samples by shared prompt, in order of first appearance, each with its tree."""
     by_prompt: dict[object, list[IndexedSample]] = {}
-    for index, sample in items:
-        by_prompt.setdefault(_prompt_key((index, sample), share_prompts), []).append((index, sample))
-    trees: list[tuple[TreeShape, list[IndexedSample]]] = []
+    for item in items:
+        by_prompt.setdefault(_tree_key(item, share_prompts), []).append(item)
     for members in by_prompt.values():
-        if len(members) == 1:
-            trees.append((TreeShape(0, (input_length(members[0][1]),)), members))
-            continue
-        prompt_length = members[0][1].prefix_length
-        prompt = members[0][1].ids[:prompt_length]
-        for _, sample in members:
-            if sample.ids[:prompt_length] != prompt:
+        _, first = members[0]
+        prompt_length = first.prefix_length
+        for _, sample in members[1:]:
+            if sample.ids[:prompt_length] != first.ids[:prompt_length]:
                 raise ValueError(
-                    f"samples {members[0][1].id} and {sample.id} have the prefix key '{sample.prefix_key}' "
+                    f"samples {first.id} and {sample.id} have the prefix key '{sample.prefix_key}' "
                     f"but differ within their first {prompt_length} ids"
                 )
-        replies = tuple(input_length(sample) - prompt_length for _, sample in members)
-        trees.append((TreeShape(prompt_length, replies), members))
-    return trees
+    return [(TokenTree.of([_shareable_ids(item) for item in members]), members) for members in by_prompt.values()]
 
 
 def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dtype, device: torch.device) -> PackedRow:
@@ -199,26 +234,25 @@ def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dt
     trees = _trees(items, share_prompts)
     ids: list[int] = []
     positions: list[int] = []
+    uses: list[int] = []
     places: dict[tuple[int, float], int] = {}
     row: list[int] = []
     target: list[int] = []
     slot: list[int] = []
     ordered = [member for _, members in trees for member in members]
-    for shape, members in trees:
-        prompt_length = shape.prompt_length
-        prompt_start = len(ids)
-        ids.extend(members[0][1].ids[:prompt_length])
-        positions.extend(range(prompt_length))
-        for _, sample in members:
-            reply_start = len(ids)
-            end = input_length(sample)
-            ids.extend(sample.ids[prompt_length:end])
-            positions.extend(range(prompt_length, end))
+    for tree, members in trees:
+        start = len(ids)
+        nothing = [0] * tree.shape.num_tokens
+        ids, positions, uses = ids + nothing, positions + nothing, uses + nothing
+        for number, (_, sample) in enumerate(members):
+            place_T = [start + place for place in tree.places(number)]
+            for t, place in enumerate(place_T):
+                ids[place], positions[place] = sample.ids[t], t
+                uses[place] += 1
             temperature = sample.temperature or 1.0  # greedy replies carry log-probabilities at temperature 1
             for t, trained in enumerate(sample.mask):
                 if trained:
-                    place = prompt_start + t - 1 if t - 1 < prompt_length else reply_start + t - 1 - prompt_length
-                    row.append(places.setdefault((place, temperature), len(places)))
+                    row.append(places.setdefault((place_T[t - 1], temperature), len(places)))
                     target.append(sample.ids[t])
                     slot.append(t)
     return PackedRow(
@@ -226,7 +260,7 @@ def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dt
         indices=tuple(index for index, _ in ordered),
         ids_1T=torch.tensor([ids], device=device),
         positions_1T=torch.tensor([positions], device=device),
-        layout=PackedLayout([shape for shape, _ in trees], dtype, device),
+        layout=PackedLayout([tree.shape for tree, _ in trees], dtype, device),
         predictor_U=torch.tensor([place for place, _ in places], device=device),
         temperature_U=torch.tensor([t for _, t in places], dtype=torch.float64).to(_at_least_float32(dtype)).to(device),
         row_N=torch.tensor(row, device=device),
@@ -234,38 +268,28 @@ def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dt
         slot_N=torch.tensor(slot, device=device),
         num_N=tuple(sample.num_trained for _, sample in ordered),
         kept_N=_kept_ids(ordered),
-        uses_T=_uses(trees).to(device),
+        uses_T=torch.tensor(uses, device=device),
         recorded_TLK=_recorded(trees, device),
     )
 
 
-def _uses(trees: Sequence[tuple[TreeShape, list[IndexedSample]]]) -> Tensor:
-    uses: list[int] = []
-    for shape, members in trees:
-        uses += [len(members)] * shape.prompt_length + [1] * sum(shape.reply_lengths)
-    return torch.tensor(uses)
-
-
-def _recorded(trees: Sequence[tuple[TreeShape, list[IndexedSample]]], device: torch.device) -> Tensor | None:
+def _recorded(trees: Sequence[_Tree], device: torch.device) -> Tensor | None:
     """A shared prompt has the record of its first sample that has one: the others' is the same prompt's."""
     samples = [sample for _, members in trees for _, sample in members]
     one = next((sample.routing for sample in samples if sample.routing is not None), None)
     if one is None:
         return None
     shape = one.parts[0].shape[1:]
-
-    def of(sample: Sample, start: int, end: int) -> list[Tensor]:
-        if sample.routing is None:
-            return [torch.full((end - start, *shape), -1, dtype=torch.int16)]
-        return [part.to(torch.int16) for part in sample.routing.span(start, end).parts]
-
-    pieces: list[Tensor] = []
+    recorded_TLK = torch.full((sum(tree.shape.num_tokens for tree, _ in trees), *shape), -1, dtype=torch.int16)
+    start = 0
     for tree, members in trees:
-        own = [sample for _, sample in members]
-        pieces += of(next((s for s in own if s.routing is not None), own[0]), 0, tree.prompt_length)
-        for sample in own:
-            pieces += of(sample, tree.prompt_length, input_length(sample))
-    return torch.cat(pieces).to(device)
+        for number, (_, sample) in reversed([*enumerate(members)]):  # so that the first one's stays
+            if sample.routing is not None:
+                places = torch.tensor(tree.places(number)) + start
+                parts = [part.to(torch.int16) for part in sample.routing.span(0, len(places)).parts]
+                recorded_TLK[places] = torch.cat(parts)
+        start += tree.shape.num_tokens
+    return recorded_TLK.to(device)
 
 
 def pad_row(row: PackedRow, num_tokens: int) -> PackedRow:
@@ -308,7 +332,7 @@ def empty_row(dtype: torch.dtype, device: torch.device) -> PackedRow:
         indices=(),
         ids_1T=zero[None],
         positions_1T=zero[None],
-        layout=PackedLayout([TreeShape(0, (1,))], dtype, device),
+        layout=PackedLayout([TreeShape((-1,), (1,))], dtype, device),
         predictor_U=zero,
         temperature_U=torch.ones(1, dtype=_at_least_float32(dtype), device=device),
         row_N=zero,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from headrace.model.packing import IndexedSample, input_length, split_microbatches
+from headrace.model.packing import IndexedSample, RowLength, split_microbatches
 from headrace.model.parallel.check import ParallelError
 from headrace.types import Sample
 
@@ -36,28 +36,17 @@ def share_out(samples: Sequence[Sample], num_ranks: int, *, share_prompts: bool)
 
 def _deal(samples: Sequence[Sample], units: list[list[int]], num_ranks: int, share_prompts: bool) -> list[list[int]]:
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    costs = [_cost(samples, unit, share_prompts) for unit in units]
-    for u in sorted(range(len(units)), key=lambda u: -costs[u]):
-        lightest = loads.index(min(loads))
-        shares[lightest] += units[u]
-        loads[lightest] += costs[u]
+    rows = [RowLength(share_prompts)] * num_ranks
+    for unit in sorted(units, key=lambda unit: -_cost(samples, unit, share_prompts)):
+        lightest = min(range(num_ranks), key=lambda rank: rows[rank].num_tokens)
+        shares[lightest] += unit
+        rows[lightest] = rows[lightest].with_more([(i, samples[i]) for i in unit])
     return [sorted(share) for share in shares]
 
 
 def _cost(samples: Sequence[Sample], places: Sequence[int], share_prompts: bool) -> int:
     """Tokens that a pass over these samples computes."""
-    total, prompts = 0, set[tuple[str | None, int]]()
-    for i in places:
-        sample = samples[i]
-        if not sample.num_trained:
-            continue
-        total += input_length(sample)
-        if share_prompts and sample.prefix_key and sample.prefix_length:
-            prompt = (sample.prefix_key, sample.prefix_length)
-            total -= sample.prefix_length if prompt in prompts else 0
-            prompts.add(prompt)
-    return total
+    return RowLength(share_prompts).with_more([(i, samples[i]) for i in places]).num_tokens
 
 
 def microbatches(
