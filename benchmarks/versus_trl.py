@@ -35,6 +35,8 @@ SCENARIOS = {
     ),
 }
 TARGETS = {"A": 2.0, "B": 2.0, "C": 2.5}
+ROUNDS = {"A": 3, "B": 3, "C": 7}
+"""How often each runs unless told otherwise: the number of steps that C takes depends on luck."""
 CALIBRATION_STEPS = 2
 SMALLEST_MICRO_BATCH = 8
 QUIET_SHARE = 0.05
@@ -78,7 +80,7 @@ def fastest_micro_batch(scenario: Scenario, machine: Machine) -> tuple[int, dict
 def run_scenario(scenario: Scenario, machine: Machine, args: argparse.Namespace, micro_batch: int) -> dict[str, Any]:
     """All rounds of one scenario."""
     rounds = []
-    for seed in range(args.first_seed, args.first_seed + args.rounds):
+    for seed in range(args.first_seed, args.first_seed + (args.rounds or ROUNDS[scenario.name])):
         sides = {}
         for name in ("headrace", "trl"):
             run = (
@@ -132,7 +134,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a model folder, such as SmolLM2-135M's")
     parser.add_argument("--trl-python", type=Path, required=True, help="the interpreter of TRL's virtual environment")
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="of each scenario; default: A and B 3, C 7")
     parser.add_argument("--first-seed", type=int, default=0, help="of the first round; each later one has the next")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run (for C: at most); default: the scenario's")
     parser.add_argument("--warm-up", type=int, default=1, help="first steps of a run that do not count for A and B")

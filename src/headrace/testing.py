@@ -12,8 +12,8 @@ Example::
 
 from __future__ import annotations
 
-import string
 import random
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -150,7 +150,10 @@ def test_the_engine_records_every_token_that_it_computed(max_batch_size: int, te
     loaded = moe_model()
     engine = engine_of(loaded.model, max_batch_size=max_batch_size)
     assert engine.capabilities.routing_ids
-    asked = [replace(a, sampling=replace(a.sampling, max_new_tokens=3 + 2 * n)) for n, a in enumerate(ask(temperature=temperature))]
+    asked = [
+        replace(a, sampling=replace(a.sampling, max_new_tokens=3 + 2 * n))
+        for n, a in enumerate(ask(temperature=temperature))
+    ]
     for a, reply in zip(asked, generate(engine, asked), strict=True):
         ids = a.prompt_ids + reply.ids
         assert reply.routing is not None and reply.routing.num_tokens == len(ids) - 1

@@ -156,7 +156,7 @@ def test_layouts_really_differ() -> None:
 
 
 def test_replies_in_chunks_of_a_long_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree above the chunk limit attends in several calls, over the pieces of its path; the gradient stays the same."""
+    """A tree above the chunk limit attends in several calls over the pieces of its path: the same gradient."""
     monkeypatch.setattr("headrace.model.layout.MAX_CHUNK_TOKENS", 4)
     samples = make_samples()
     algorithm = algorithm_of(samples)

@@ -145,7 +145,7 @@ def test_microbatches_are_balanced() -> None:
 
 
 def test_what_replies_have_in_common_is_computed_once() -> None:
-    """The docstring's last example: the shared token lies there once, predicts what follows in both, and scores agree."""
+    """The docstring's last example: the shared token lies there once and predicts what follows in both."""
     first = make_sample([1, 2, 3], [10, 20, 21, 11], member=0, reply_mask=[1, 1, 0, 1])
     second = make_sample([1, 2, 3], [10, 13, 14], member=1)
     row = packed([first, second])

@@ -293,7 +293,8 @@ class TrainerConfig(OptimizerSection):
     skip_zero_gradient: bool = True
     """Skip the backward pass of groups whose loss gradient is provably zero; they still count in denominators."""
     share_prompts: bool = True
-    """Compute a group's shared prompt once in the training pass (equal in loss and gradient)."""
+    """Compute a group's shared prompt, and what its replies have in common, once in the training pass (equal in loss
+    and gradient)."""
     router_aux_coefficient: float = Field(0.0, ge=0)
     """Weight of the load-balance loss of each router of a mixture-of-experts model (docs/moe.md); 0 turns it off. On,
     it costs one more forward pass a step, and no sample's pass is skipped."""

@@ -44,7 +44,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """A running row: its newest id (not yet in the store), how many tokens are, its next draw and its line (lines.py)."""
+    """A running row: its newest id (not yet in the store), how many tokens are, its next draw, its line (lines.py)."""
 
     last_id: int
     length: int

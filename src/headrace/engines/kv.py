@@ -4,8 +4,8 @@ A layout (``headrace.model.attention.AttentionLayout``) is what attention layers
 :class:`PrefillLayout` for several documents packed into one row without padding, and :class:`DecodeLayout` for one
 new token in each row.
 
-Legend: R rows of the store, B rows in use, S lines among them, H query heads, K key-value heads, G query heads for each of them (H / K),
-D head size, T tokens of the pass, L used length, C capacity of a row in tokens.
+Legend: R rows of the store, B rows in use, S lines among them, H query heads, K key-value heads, G query heads for
+each of them (H / K), D head size, T tokens of the pass, L used length, C capacity of a row in tokens.
 """
 
 from __future__ import annotations
@@ -152,13 +152,16 @@ class RowStore:
 class DecodeLayout:
     """One new token for each of the first B rows of a store; row i already holds ``lengths[i]`` tokens.
 
-    The pass computes a token once for all rows of a line (``lines.py``): S tokens in all. Each row keeps keys and values
-    of its own, so that nothing has to be copied where a line parts.
+    The pass computes a token once for all rows of a line (``lines.py``): S tokens in all. Each row keeps keys and
+    values of its own, so that nothing has to be copied where a line parts.
     """
 
     def __init__(self, store: RowStore, lengths: Sequence[int], lines: Lines, device: torch.device) -> None:
         self._store = store
-        self._line_B, self._first_S = (None, None) if lines.are_single else lines.tensors(device)
+        self._line_B: Tensor | None = None
+        self._first_S: Tensor | None = None
+        if not lines.are_single:
+            self._line_B, self._first_S = lines.tensors(device)
         positions_B = torch.tensor(lengths, device=device)
         self.positions_S = positions_B if self._first_S is None else positions_B[self._first_S]
         self._used = max(lengths) + 1

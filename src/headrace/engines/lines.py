@@ -1,7 +1,7 @@
 """Lines: rows of a running batch whose tokens have all been the same so far.
 
 The members of a group start from one prompt, and the surer the policy is, the longer their replies agree. A step
-computes such rows once, and each draws its own token from the common distribution; rows that draw different tokens part.
+computes such rows once, and each draws its own token from their common distribution; where tokens differ, rows part.
 
 Legend: B rows, S lines.
 """

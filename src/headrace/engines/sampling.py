@@ -69,9 +69,10 @@ class Sampler:
         uniforms: Sequence[float],
         row_of: Sequence[int] | None = None,
     ) -> Draws:
-        """One token for each of B ``uniforms``: draw b from row ``row_of[b]`` of the logits, or row b. ``samplings`` has
-        one entry for each row of logits. Raises ``ValueError`` where a row's logits are not finite enough to make a
-        distribution."""
+        """One token for each of B ``uniforms``, from row ``row_of[b]`` of the logits, or from row b.
+
+        ``samplings`` has one entry for each row of logits. Raises ``ValueError`` where a row's logits are not finite
+        enough to make a distribution."""
         logits_RV = logits_RV[:, : self._vocab_size].float()
         device = logits_RV.device
         temperature_R1 = torch.tensor([s.temperature or 1.0 for s in samplings], device=device).unsqueeze(1)

@@ -5,6 +5,10 @@ glibc, CPU runs). glibc maps every block above 32 MiB anew and unmaps it when it
 gradients and logits of that size again and again, and the kernel clears every page each time. Measured on SmolLM2-135M
 (float32, 1 thread, 444 tokens, forward and backward): 4.0 against 4.2 CPU seconds, peak memory unchanged. How much is
 saved depends on the order of allocations.
+
+It also keeps all threads in one arena. What any thread but the first allocates above 64 MiB is mapped and unmapped all
+the same, whatever the threshold says, and trainer and engine run on threads of their own: there a pass over 64 replies
+of 64 tokens took 16.5 to 19.6 s, and takes 16.0 to 16.6 s now, as on the first thread.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ import torch
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 _KEEP_BELOW_BYTES = 1 << 30
 
 
 def keep_large_buffers() -> bool:
-    """Reuse freed blocks below 1 GiB within this process. Call once, before the model is loaded.
+    """Reuse freed blocks below 1 GiB within this process. Call once, before the model is loaded and before threads
+    compute: an arena that is there stays.
 
     Returns False, having done nothing, where the C library has no such setting. What the process holds at its peak
     stays held until it ends.
@@ -31,8 +37,8 @@ def keep_large_buffers() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    accepted = mallopt(_M_MMAP_THRESHOLD, _KEEP_BELOW_BYTES)
-    return bool(accepted and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
+    settings = ((_M_MMAP_THRESHOLD, _KEEP_BELOW_BYTES), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_ARENA_MAX, 1))
+    return all(mallopt(name, value) for name, value in settings)
 
 
 class PeakMemory:

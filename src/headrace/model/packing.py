@@ -234,7 +234,6 @@ def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dt
     trees = _trees(items, share_prompts)
     ids: list[int] = []
     positions: list[int] = []
-    uses: list[int] = []
     places: dict[tuple[int, float], int] = {}
     row: list[int] = []
     target: list[int] = []
@@ -242,13 +241,15 @@ def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dt
     ordered = [member for _, members in trees for member in members]
     for tree, members in trees:
         start = len(ids)
-        nothing = [0] * tree.shape.num_tokens
-        ids, positions, uses = ids + nothing, positions + nothing, uses + nothing
+        ids += [0] * tree.shape.num_tokens
+        positions += [0] * tree.shape.num_tokens
         for number, (_, sample) in enumerate(members):
-            place_T = [start + place for place in tree.places(number)]
-            for t, place in enumerate(place_T):
-                ids[place], positions[place] = sample.ids[t], t
-                uses[place] += 1
+            place_T: list[int] = []
+            for stretch in tree.stretches(number):
+                first, t = start + stretch.start, len(place_T)
+                ids[first : first + len(stretch)] = sample.ids[t : t + len(stretch)]
+                positions[first : first + len(stretch)] = range(t, t + len(stretch))
+                place_T += range(first, first + len(stretch))
             temperature = sample.temperature or 1.0  # greedy replies carry log-probabilities at temperature 1
             for t, trained in enumerate(sample.mask):
                 if trained:
@@ -268,9 +269,20 @@ def pack(items: Sequence[IndexedSample], *, share_prompts: bool, dtype: torch.dt
         slot_N=torch.tensor(slot, device=device),
         num_N=tuple(sample.num_trained for _, sample in ordered),
         kept_N=_kept_ids(ordered),
-        uses_T=torch.tensor(uses, device=device),
+        uses_T=_uses(trees).to(device),
         recorded_TLK=_recorded(trees, device),
     )
+
+
+def _uses(trees: Sequence[_Tree]) -> Tensor:
+    uses_T = torch.zeros(sum(tree.shape.num_tokens for tree, _ in trees), dtype=torch.long)
+    start = 0
+    for tree, members in trees:
+        for number in range(len(members)):
+            for stretch in tree.stretches(number):
+                uses_T[start + stretch.start : start + stretch.stop] += 1
+        start += tree.shape.num_tokens
+    return uses_T
 
 
 def _recorded(trees: Sequence[_Tree], device: torch.device) -> Tensor | None:

@@ -85,13 +85,19 @@ class TokenTree:
         shape = TreeShape(tuple(place[parents[node]] for node in order), tuple(lengths[node] for node in order))
         return cls(shape, sequences, tuple(place[node] for node in end_nodes))
 
+    def stretches(self, number: int) -> list[range]:
+        """Where in the tree the tokens of a sequence lie, one stretch of places after the other."""
+        starts = list(accumulate(self.shape.lengths, initial=0))
+        stretches: list[range] = []
+        missing = len(self.sequences[number])
+        for node in self.shape.path(self.end_nodes[number]):
+            stretches.append(range(starts[node], min(starts[node + 1], starts[node] + missing)))
+            missing -= len(stretches[-1])
+        return stretches
+
     def places(self, number: int) -> list[int]:
         """Where in the tree each token of a sequence lies."""
-        starts = list(accumulate(self.shape.lengths, initial=0))
-        places: list[int] = []
-        for node in self.shape.path(self.end_nodes[number]):
-            places += range(starts[node], starts[node + 1])
-        return places[: len(self.sequences[number])]
+        return [place for stretch in self.stretches(number) for place in stretch]
 
 
 class DistinctTokens:
