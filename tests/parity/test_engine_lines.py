@@ -26,6 +26,18 @@ class Watched:
             self.num_rows.append(args[0].shape[0])
 
 
+async def update_after(engine, model, num_tokens):
+    """Move the shared weights, as version 1, once so many tokens were drawn."""
+    while engine.stats().num_generated_tokens < num_tokens:
+        await asyncio.sleep(0)
+    await engine.pause("keep")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+    await engine.update_weights(WeightUpdate(version=PolicyVersion(0, 1)))
+    await engine.resume()
+
+
 @pytest.mark.parametrize(
     "sampling",
     [{"temperature": 0.4}, {"temperature": 0}, {"temperature": 0.7, "top_k": 4}, {"temperature": 0.6, "top_p": 0.8}],
@@ -81,14 +93,7 @@ def test_a_late_twin_keeps_its_own_weights():
 
     async def main():
         first = asyncio.create_task(engine.generate(request("a", (1, 2, 3), temperature=0, max_new_tokens=40)))
-        while engine.stats().num_generated_tokens < 3:
-            await asyncio.sleep(0)
-        await engine.pause("keep")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.02)
-        await engine.update_weights(WeightUpdate(version=PolicyVersion(0, 1)))
-        await engine.resume()
+        await update_after(engine, model, 3)
         late = request("b", (1, 2, 3), temperature=0, max_new_tokens=5)
         reply = await engine.generate(late)
         assert {span.version for span in reply.version_spans} == {PolicyVersion(0, 1)}
@@ -129,14 +134,7 @@ def test_stale_rows_of_a_line_are_recomputed_alike():
 
     async def main():
         tasks = [asyncio.create_task(engine.generate(a)) for a in asked]
-        while engine.stats().num_generated_tokens < 18:
-            await asyncio.sleep(0)
-        await engine.pause("keep")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.02)
-        await engine.update_weights(WeightUpdate(version=PolicyVersion(0, 1)))
-        await engine.resume()
+        await update_after(engine, model, 18)
         return [await task for task in tasks]
 
     for a, reply in zip(asked, asyncio.run(main()), strict=True):
